@@ -1,0 +1,50 @@
+# Every target does the set-up it needs: Python 3.10 or newer is all that must be there.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+READY  := .venv/.ready
+CODE   := ucformat tests benchmarks examples specs
+
+# Many small worker processes share few cores: one thread each is fastest.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup check format test demo bench clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv and install ucformat with what development needs
+
+# The stamp is written last, so that an interrupted set-up is repeated; it names what was installed.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[dev]"
+	echo "$(TORCH)" > $(READY)
+
+check: $(READY) ## lint, formatting, types, layers
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## apply formatting and safe lint fixes
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+test: $(READY) ## all tests, on 2 processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+demo: $(READY) ## the main job on real input, ending in a table of what was proven
+	$(BIN)/python -m examples.demo
+
+bench: $(READY) ## the performance claims, a table each
+	for file in benchmarks/[!_]*.py; do \
+	  name=$$(basename "$$file" .py); \
+	  grep -q __main__ "$$file" || continue; \
+	  $(BIN)/python -m "benchmarks.$$name" || exit 1; \
+	done
+
+clean: ## remove what the other targets made
+	rm -rf .venv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

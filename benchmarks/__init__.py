@@ -1,0 +1,1 @@
+"""Performance claims, one command each: `python -m benchmarks.NAME [--json]`."""

@@ -1,0 +1,61 @@
+"""Writes specs/ucf.schema.json from the types that the code reads and writes: `python -m specs.generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ucformat.manifest import VERSION, Envelope, Record
+from ucformat.shard import ShardNote
+from ucformat.values_json import TAGS
+
+SCHEMA = Path(__file__).with_name("ucf.schema.json")
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of `ucf.json`; `$defs/ShardNote` is that of a shard's `__metadata__.ucf`."""
+    _, found = msgspec.json.schema_components([Envelope, Record, ShardNote], ref_template="#/$defs/{name}")
+    defs: dict[str, Any] = dict(found)
+    envelope = defs.pop("Envelope")
+    envelope["properties"]["record"] = {"$ref": "#/$defs/Record"}
+    defs["Record"]["properties"]["values"] = {"$ref": "#/$defs/Value"}
+    defs["Value"] = _value()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"ucf.json, format version {VERSION}",
+        **{key: envelope[key] for key in ("description", "type", "properties", "required")},
+        "$defs": dict(sorted(defs.items())),
+    }
+
+
+def _value() -> dict[str, Any]:
+    """A value tree: JSON, in which objects with one key out of the tags stand for what JSON lacks."""
+    value = {"$ref": "#/$defs/Value"}
+    return {
+        "title": "Value",
+        "description": "A value tree; section 6 of the specification says what each tag holds.",
+        "anyOf": [
+            {"type": ["null", "boolean", "number", "string"]},
+            {"type": "array", "items": value},
+            {"type": "object", "propertyNames": {"pattern": "^(?!\\$)"}, "additionalProperties": value},
+            {
+                "type": "object",
+                "minProperties": 1,
+                "maxProperties": 1,
+                "propertyNames": {"enum": sorted(TAGS)},
+                "additionalProperties": value,
+            },
+        ],
+    }
+
+
+def text() -> str:
+    """The content of the schema file."""
+    return json.dumps(schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(text())

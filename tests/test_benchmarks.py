@@ -1,0 +1,55 @@
+"""Every benchmark runs at a tiny size and tells its results in the agreed form. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "plan": ("--tensors", "20", "--shards", "50"),
+    "save_load": ("--size", "0.01"),
+    "convert": ("--size", "0.01"),
+    "tiny": ("--count", "40"),
+}
+RATIOS = {
+    "plan": {"open_plan_vs_dcp"},
+    "save_load": {
+        "save_vs_dcp",
+        "save_vs_limit",
+        "load_cold_vs_dcp",
+        "load_warm_vs_dcp",
+        "load_vs_limit",
+        "reshard_vs_plain",
+        "save_vs_safetensors",
+    },
+    "convert": {"memory_vs_dcp", "hf_to_native_vs_copy"},
+    "tiny": {"save_vs_dcp", "load_vs_dcp", "size_vs_dcp", "save_vs_safetensors"},
+}
+
+
+def test_each_benchmark_is_tested_here() -> None:
+    commands = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py") if "__main__" in path.read_text()}
+    assert commands == set(TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_benchmark_prints_one_json_object(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", "--rounds", "1", "--dir", str(tmp_path), *TINY[name]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    told = json.loads(done.stdout)
+    assert set(told) == {"name", "machine", "ratios", "values"}
+    assert told["name"] == name
+    assert told["machine"]["cores"] > 0
+    assert RATIOS[name] <= set(told["ratios"])
+    assert all(math.isfinite(ratio) and ratio > 0 for ratio in told["ratios"].values())
+    assert all(math.isfinite(value) for value in told["values"].values())
+    assert list(tmp_path.iterdir()) == [], "a benchmark cleans up"

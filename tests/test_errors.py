@@ -1,0 +1,41 @@
+"""Errors: messages name what went wrong and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from ucformat import errors
+from ucformat.box import Box
+
+
+@pytest.mark.parametrize(
+    ("error", "facts"),
+    [
+        (errors.FormatError("shards/0", "bad header", 8, 16), ["shards/0", "bytes 8-16", "bad header"]),
+        (errors.MissingFileError("shards/7"), ["shards/7", "missing"]),
+        (errors.ChecksumError("f", 0, 100, ["a", "b"]), ["f", "bytes 0-100", "a, b"]),
+        (errors.CoverageError("w", Box((0, 2), (4, 1))), ["'w'", "[0:4, 2:3]"]),
+        (errors.OverlapError("w", Box((0,), (4,)), ["x", "y"]), ["'w'", "[0:4]", "x, y"]),
+        (errors.ShapeMismatchError("w", [1, 2], [2, 1]), ["'w'", "[1, 2]", "[2, 1]"]),
+        (errors.DTypeMismatchError("w", "F32", "BF16"), ["'w'", "F32", "BF16", "cast=True"]),
+        (errors.NamesMismatchError("p", ["a"], ["b"]), ["p", "a", "b"]),
+        (errors.NamesMismatchError("p", [f"n{i}" for i in range(20)], []), ["n0", "n7", "12 more"]),
+        (errors.VersionError("ucf.json", "9", "1"), ["ucf.json", "9", "1"]),
+        (errors.UnsafePickleError("f", "os.system"), ["f", "os.system", "nothing was executed"]),
+        (errors.UnrepresentableError("a/b", "slice"), ["a/b", "slice"]),
+        (errors.ValueConflictError("a/b", [0, 3]), ["a/b", "0, 3", "rank_local"]),
+        (errors.RankLocalError("rng", 4, 3), ["rng", "4", "3", "on_resize"]),
+        (errors.ExistsError("runs/a"), ["runs/a", "overwrite=True"]),
+        (errors.RankFailedError("save", {2: "disk full"}), ["save", "rank 2: disk full"]),
+        (errors.StorageError("f", OSError(28, "No space left on device"), 0, 5), ["f", "bytes 0-5", "No space left"]),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
+)
+def test_messages_name_the_facts(error: errors.UcformatError, facts: list[str]) -> None:
+    assert all(fact in str(error) for fact in facts), str(error)
+
+
+def test_every_error_is_a_ucformat_error() -> None:
+    kinds = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, Exception)]
+    assert len(kinds) > 10
+    assert all(issubclass(kind, errors.UcformatError) for kind in kinds)

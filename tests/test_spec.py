@@ -1,0 +1,186 @@
+"""The specification: its schema is that of the code, its example is valid, and it alone is enough to read a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import safetensors
+import torch
+from numpy.typing import NDArray
+from specs.generate import SCHEMA, text
+
+from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record, safetensors as read_header
+from ucformat import values
+from ucformat.box import Box, flat_range
+from ucformat.catalog import Notes, TensorSpec
+from ucformat.dtypes import DTYPES
+from ucformat.formats import native
+from ucformat.formats.target import Target, WriteJob
+from ucformat.reshard.fill import TensorFill
+from ucformat.storage import open_store
+
+SPEC = SCHEMA.with_name("format.md").read_text()
+
+
+def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Any bits, also those that are no number."""
+    kind = DTYPES[dtype]
+    out = kind.empty(shape)
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 2 if dtype == "BOOL" else 256, (out.numel() * kind.itemsize,), dtype=torch.uint8, generator=generator)
+    out.view(-1).view(torch.uint8).copy_(raw)
+    return out
+
+
+def raw_bytes(x: torch.Tensor) -> bytes:
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tiles(shape: tuple[int, ...]) -> list[Box]:
+    """Boxes of two flat halves and of an L-shaped rest: what ZeRO makes of a tensor, in an order of no meaning."""
+    n = int(np.prod(shape))
+    return [*flat_range(shape, 5 * n // 7, n), *flat_range(shape, 0, n // 3), *flat_range(shape, n // 3, 5 * n // 7)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+    """A native checkpoint with all that the format has: its directory, tensors, and values."""
+    tensors = {f"model/{name}": random_tensor(name, (7, 6, 12), i) for i, name in enumerate(DTYPES)}
+    tensors |= {
+        "model/zero-d": random_tensor("F32", (), 100),
+        "model/empty": random_tensor("BF16", (0, 4), 101),
+        "model/whole": random_tensor("BF16", (300, 1000), 102),
+        "model/whole[0:7, 0:6, 0:12]": random_tensor("U8", (3,), 103),
+        "optimizer/näme/exp_avg": random_tensor("F32", (1000, 200), 104),
+    }
+    whole = {"model/zero-d", "model/empty", "model/whole", *(f"model/{name}" for name in DTYPES if name.startswith("F6"))}
+    targets, views = [], []
+    for name, x in tensors.items():
+        kind = next(d for d in DTYPES if f"model/{d}" == name) if name.split("/")[1] in DTYPES else None
+        spec = TensorSpec(
+            name, kind or ("F32" if x.dtype == torch.float32 else "BF16" if x.dtype == torch.bfloat16 else "U8"), tuple(x.shape)
+        )
+        for box in [Box.whole(spec.shape)] if name in whole else tiles(spec.shape):
+            targets.append(Target(spec, box))
+            views.append(x[box.slices])
+    state = {"step": 7, "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": ["näme"]}]}, "m": {0: None}}
+    root = tmp_path_factory.mktemp("written") / "step-00000007"
+    native.write(
+        WriteJob(
+            open_store(str(root)),
+            targets,
+            TensorFill(views, [DTYPES[target.spec.dtype] for target in targets]),
+            values=state,
+            aliases={"model/tied": "model/whole"},
+            notes=Notes("native", 7, {"dp": 2, "tp": 3}),
+            max_file_bytes=500_000,
+        )
+    )
+    return root, tensors, state
+
+
+def test_the_schema_file_is_what_the_types_of_the_code_say() -> None:
+    assert SCHEMA.read_text() == text(), "run: python -m specs.generate"
+
+
+def test_every_example_of_ucf_json_in_the_specification_is_valid() -> None:
+    examples = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", SPEC, re.DOTALL) if '"ucf"' in block]
+    assert examples
+    for example in examples:
+        jsonschema.validate(example, json.loads(text()))
+
+
+def test_every_example_of_a_value_decodes_to_what_the_specification_says() -> None:
+    rows = re.findall(r"^\| `(\{.*?\})` \| `(.*?)` \|", SPEC, re.MULTILINE)
+    assert {next(iter(json.loads(row[0]))) for row in rows} == values.TAGS
+    for written_as, python in rows:
+        names = {"torch": torch, "np": np, **vars(values)} | {
+            m: __import__(m) for m in ("math", "pathlib", "argparse", "collections")
+        }
+        expected = eval(python, names)
+        assert repr(values.decode(written_as.encode(), "spec")) == repr(expected)
+        assert json.loads(values.encode(expected)) == json.loads(written_as)
+
+
+def test_the_specification_lists_the_dtypes_of_the_code() -> None:
+    rows = re.findall(r"^\| ((?:`[A-Z0-9_]+`(?:, )?)+) \| (\d+) \|", SPEC, re.MULTILINE)
+    listed = {name: int(size) for names, size in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed == {name: kind.itemsize for name, kind in DTYPES.items()} == ITEM_BYTES
+
+
+def test_a_written_checkpoint_satisfies_the_schema(written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    root, _, _ = written
+    schema = json.loads(text())
+    jsonschema.validate(json.loads((root / "ucf.json").read_text()), schema)
+    for path in (root / "shards").iterdir():
+        note, _ = read_header(path.read_bytes())
+        jsonschema.validate(note, {"$ref": "#/$defs/ShardNote", "$defs": schema["$defs"]})
+
+
+def test_a_reader_made_from_the_specification_alone_reads_every_tensor_bit_for_bit(
+    written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
+) -> None:
+    root, tensors, state = written
+    read, record = read_checkpoint(root)
+    assert read.keys() == {*tensors, "model/tied"}
+    assert len(record["shards"]) > 1
+    for name, x in tensors.items():
+        check(read[name], x)
+    check(read["model/tied"], tensors["model/whole"])
+    assert values.decode(json.dumps(record["values"]).encode(), "f") == state
+    assert (record["step"], record["mesh"]) == (7, {"dp": 2, "tp": 3})
+
+
+def check(found: tuple[str, NDArray[np.void]], x: torch.Tensor) -> None:
+    dtype, items = found
+    assert DTYPES[dtype].torch == x.dtype
+    assert items.shape == tuple(x.shape)
+    assert items.tobytes() == raw_bytes(x)
+
+
+def test_any_safetensors_reader_opens_the_shards_and_the_index(
+    written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
+) -> None:
+    root, tensors, _ = written
+    seen: set[str] = set()
+    for path in [root / "index.safetensors", *(root / "shards").iterdir()]:
+        with safetensors.safe_open(str(path), framework="np") as file:
+            assert file.metadata()["format"] == "pt"
+            seen.update(file.keys())
+    assert {"model/whole", "model/empty", "model/zero-d", "tensor.name"} <= seen
+
+
+def test_shards_and_index_start_their_data_on_a_page(written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    root, _, _ = written
+    for shard in read_record(root)["shards"]:
+        assert shard["data_start"] % 4096 == shard["table_start"] % 4096 == shard["size"] % 4096 == 0
+        entries = read_header((root / shard["file"]).read_bytes())[1]
+        assert min(start for _, _, start, _ in entries.values()) == shard["data_start"]
+
+
+def test_shards_alone_tell_which_box_of_which_tensor_each_entry_is(
+    written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
+) -> None:
+    """Section 4.3: a lost index can be rebuilt; here by the plain reader's means."""
+    root, tensors, _ = written
+    volume = dict.fromkeys(tensors, 0)
+    for path in (root / "shards").iterdir():
+        data = path.read_bytes()
+        note, entries = read_header(data)
+        for key, (dtype, shape, start, stop) in entries.items():
+            if key.startswith("__ucf__."):
+                continue
+            said = note["entries"].get(key, {"tensor": key, "dtype": dtype, "shape": None, "offset": [0] * len(shape)})
+            kind = DTYPES[said["dtype"]]
+            length = kind.item_shape(shape[: len(shape) - len(kind.tail)])
+            x = tensors[said["tensor"]]
+            box = Box(tuple(said["offset"]), length)
+            assert data[start:stop] == raw_bytes(x[box.slices])
+            volume[said["tensor"]] += box.volume
+    assert volume == {name: x.numel() for name, x in tensors.items()}

@@ -1,0 +1,1 @@
+"""ucformat: checkpoints that load onto any layout, and a converter between formats."""

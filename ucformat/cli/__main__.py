@@ -1,0 +1,5 @@
+"""`python -m ucformat.cli`."""
+
+from ucformat.cli.app import main
+
+main()

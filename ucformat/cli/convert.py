@@ -1,0 +1,124 @@
+"""`ucconvert SRC DST --to FORMAT`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+import typer
+
+from ucformat.cli.screen import bytes_text, count_text, join_ranks, parse_size, progress, remark, say, say_json
+
+if TYPE_CHECKING:
+    from ucformat.reshard.convert import Conversion, Report
+    from ucformat.reshard.layout import Layout
+
+_NAMES_SHOWN = 6
+
+
+def convert(
+    src: str = typer.Argument(help="Checkpoint to read: a directory, a file, or an fsspec URL."),
+    dst: str = typer.Argument(help="Where to write. It appears only when complete."),
+    to: str = typer.Option(..., "--to", "-t", help="Format to write: native, hf, dcp, torchsave."),
+    dtype: Optional[str] = typer.Option(None, help="Convert the model's floating-point tensors: bf16, fp16, fp32, fp64."),
+    select: Optional[list[str]] = typer.Option(None, help="Only names that match this glob, as `model/*`. Repeatable."),
+    exclude: Optional[list[str]] = typer.Option(None, help="Not names that match this glob. Repeatable."),
+    layout: Optional[str] = typer.Option(None, help="Cut for a mesh, one file per rank: `dp=2,tp=4` or a JSON rule file."),
+    max_file_size: str = typer.Option("4GiB", help="Largest file of an output that is split into several."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the checkpoint at DST."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be read and written; write nothing."),
+    json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Convert a checkpoint into another format.
+
+    Reads by byte range and writes in bounded memory. Optimizer state keeps its dtypes under `--dtype`; a format without a
+    place for it (hf) leaves it out and says so. Nothing is written before all that is needed is known to be there.
+    """
+    from ucformat.reshard.convert import prepare, run
+
+    mesh = None if layout is None else read_layout(layout)
+    limit = parse_size(max_file_size)
+    group = join_ranks()
+    with group.together(f"planning the conversion of {src}"):
+        conversion = prepare(
+            src,
+            dst,
+            to,
+            dtype=dtype,
+            select=select or (),
+            exclude=exclude or (),
+            layout=mesh,
+            max_file_bytes=limit,
+            overwrite=overwrite,
+        )
+    if dry_run:
+        _tell_plan(conversion, json)
+        return
+    with progress(f"{conversion.job.notes.origin} → {to}", -(-conversion.written_bytes // group.size)) as advance:
+        report = run(conversion, group, lambda done, total: advance(done))
+    _tell_report(conversion, report, json)
+
+
+def read_layout(text: str) -> Layout:
+    """`dp=2,tp=4`, or the name of a JSON file."""
+    from ucformat.errors import LayoutError
+    from ucformat.reshard.layout import parse
+
+    if not os.path.isfile(text):
+        return parse(text)
+    try:
+        return parse(Path(text).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise LayoutError(text, f"not a text file: {error}") from error
+
+
+def _tell_report(conversion: Conversion, report: Report, json: bool) -> None:
+    if json:
+        say_json(report)
+        return
+    speed = bytes_text(report.written_bytes / max(report.seconds, 1e-6))
+    say(
+        f"{conversion.job.notes.origin} → {conversion.to}: {count_text(report.tensors, 'tensor')}, "
+        f"{bytes_text(report.written_bytes)} in {report.seconds:.1f} s ({speed}/s) to {conversion.dst}"
+    )
+    _tell_rest(conversion)
+
+
+def _tell_rest(conversion: Conversion) -> None:
+    if conversion.left_out:
+        shown = ", ".join(conversion.left_out[:_NAMES_SHOWN])
+        more = len(conversion.left_out) - _NAMES_SHOWN
+        remark(f"left out: {shown}{f' and {more:,} more' if more > 0 else ''}")
+    for text in conversion.remarks:
+        remark(text)
+
+
+def _tell_plan(conversion: Conversion, json: bool) -> None:
+    if json:
+        say_json(
+            {
+                "to": conversion.to,
+                "tensors": conversion.tensors,
+                "read_bytes": conversion.read_bytes,
+                "written_bytes": conversion.written_bytes,
+                "reads": conversion.reads,
+                "writes": conversion.writes(),
+                "left_out": conversion.left_out,
+                "remarks": conversion.remarks,
+            }
+        )
+        return
+    say(
+        f"would read {bytes_text(conversion.read_bytes)} from {count_text(len(conversion.reads), 'file')} of {conversion.source.url}"
+    )
+    for share in conversion.reads:
+        say(f"  {share.path}: {bytes_text(share.nbytes)} of {bytes_text(share.size)}")
+    writes = conversion.writes()
+    say(
+        f"would write {count_text(conversion.tensors, 'tensor')}, {bytes_text(conversion.written_bytes)}, "
+        f"in {count_text(len(writes), 'file')} as {conversion.to} to {conversion.dst}"
+    )
+    for number, nbytes in enumerate(writes):
+        say(f"  file {number + 1}: {bytes_text(nbytes)}")
+    _tell_rest(conversion)

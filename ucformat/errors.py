@@ -1,0 +1,196 @@
+"""One exception per violation. Each carries the facts it is about and says what to do.
+
+Everything that ucformat raises on purpose derives from `UcformatError`; the CLI prints these without a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucformat.box import Box
+
+
+class UcformatError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+def _where(file: str, start: int | None, stop: int | None) -> str:
+    """`file` and the byte range [start, stop) where known, for messages."""
+    if start is None:
+        return file
+    return f"{file}, bytes {start}-{'' if stop is None else stop}"
+
+
+def _names(names: Sequence[str], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+class NotACheckpointError(UcformatError):
+    """`path` holds nothing that any reader recognises, or nothing committed."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path, self.why = path, why
+        super().__init__(f"{path}: not a checkpoint: {why}")
+
+
+class FormatError(UcformatError):
+    """A file breaks its own format: truncated, malformed, hostile, or inconsistent with its index."""
+
+    def __init__(self, file: str, why: str, start: int | None = None, stop: int | None = None) -> None:
+        self.file, self.why, self.start, self.stop = file, why, start, stop
+        super().__init__(f"{_where(file, start, stop)}: {why}")
+
+
+class UnsupportedError(UcformatError):
+    """Recognised, and refused: the message says what it is and what would be needed."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path, self.why = path, why
+        super().__init__(f"{path}: {why}")
+
+
+class VersionError(UcformatError):
+    """A checkpoint of a format version that this release does not understand."""
+
+    def __init__(self, file: str, found: str, understood: str) -> None:
+        self.file, self.found, self.understood = file, found, understood
+        super().__init__(f"{file}: format version {found}, this release understands {understood}: update ucformat")
+
+
+class MissingFileError(UcformatError):
+    """A file that the checkpoint needs is not there."""
+
+    def __init__(self, file: str, why: str = "missing") -> None:
+        self.file, self.why = file, why
+        super().__init__(f"{file}: {why}")
+
+
+class StorageError(UcformatError):
+    """The storage failed while reading or writing: `cause` is its own error."""
+
+    def __init__(self, file: str, cause: BaseException | str, start: int | None = None, stop: int | None = None) -> None:
+        self.file, self.cause, self.start, self.stop = file, cause, start, stop
+        super().__init__(f"{_where(file, start, stop)}: {cause}")
+
+
+class ChecksumError(UcformatError):
+    """Bytes [start, stop) of `file` are not those that were written; `tensors` lie in them."""
+
+    def __init__(self, file: str, start: int, stop: int, tensors: Sequence[str] = (), what: str = "checksum") -> None:
+        self.file, self.start, self.stop, self.tensors = file, start, stop, tuple(tensors)
+        touched = f"; damages {_names(self.tensors)}" if self.tensors else ""
+        super().__init__(f"{file}, bytes {start}-{stop}: {what} does not match{touched}")
+
+
+class CoverageError(UcformatError):
+    """No fragment holds `missing` of `tensor`: raised before the first read."""
+
+    def __init__(self, tensor: str, missing: Box | None, where: str = "") -> None:
+        self.tensor, self.missing = tensor, missing
+        box = "nothing of it is stored" if missing is None else f"box {missing} is not stored"
+        super().__init__(f"{where + ': ' if where else ''}tensor {tensor!r}: {box}")
+
+
+class OverlapError(UcformatError):
+    """Two fragments of `tensor` both hold `box`: which one is right cannot be known."""
+
+    def __init__(self, tensor: str, box: Box, files: Sequence[str] = ()) -> None:
+        self.tensor, self.box, self.files = tensor, box, tuple(files)
+        held = f" by {_names(self.files)}" if self.files else ""
+        super().__init__(f"tensor {tensor!r}: box {box} is stored more than once{held}")
+
+
+class ShapeMismatchError(UcformatError):
+    """The target's global shape of `tensor` is not the stored one."""
+
+    def __init__(self, tensor: str, stored: Sequence[int], wanted: Sequence[int]) -> None:
+        self.tensor, self.stored, self.wanted = tensor, tuple(stored), tuple(wanted)
+        super().__init__(f"tensor {tensor!r}: stored with shape {list(stored)}, wanted with {list(wanted)}")
+
+
+class DTypeMismatchError(UcformatError):
+    """The target's dtype of `tensor` is not the stored one, and no cast was asked for."""
+
+    def __init__(self, tensor: str, stored: str, wanted: str, hint: str = "pass cast=True to convert") -> None:
+        self.tensor, self.stored, self.wanted = tensor, stored, wanted
+        super().__init__(f"tensor {tensor!r}: stored as {stored}, wanted as {wanted}: {hint}")
+
+
+class NamesMismatchError(UcformatError):
+    """Target and checkpoint do not hold the same names."""
+
+    def __init__(self, path: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        self.path, self.missing, self.unexpected = path, tuple(missing), tuple(unexpected)
+        parts = []
+        if missing:
+            parts.append(f"wanted but not stored: {_names(self.missing)}")
+        if unexpected:
+            parts.append(f"stored but not wanted: {_names(self.unexpected)}")
+        super().__init__(f"{path}: {'; '.join(parts)}")
+
+
+class UnsafePickleError(UcformatError):
+    """A pickle would run `what`. Nothing was executed."""
+
+    def __init__(self, file: str, what: str) -> None:
+        self.file, self.what = file, what
+        super().__init__(f"{file}: the pickle would run {what}: refused, nothing was executed")
+
+
+class UnrepresentableError(UcformatError):
+    """A value in the state can't be written exactly: `path` says where it is."""
+
+    def __init__(self, path: str, kind: str, hint: str = "convert it to plain values or leave it out") -> None:
+        self.path, self.kind = path, kind
+        super().__init__(f"state at {path or '<top>'}: a {kind} can't be stored: {hint}")
+
+
+class ValueConflictError(UcformatError):
+    """Ranks hold different things under one path that is not rank-local."""
+
+    def __init__(self, path: str, ranks: Sequence[int], what: str = "values differ") -> None:
+        self.path, self.ranks = path, tuple(ranks)
+        super().__init__(
+            f"state at {path}: {what} on ranks {', '.join(map(str, self.ranks))}: "
+            "wrap it in ucformat.rank_local(...) if each rank has its own"
+        )
+
+
+class RankLocalError(UcformatError):
+    """Rank-local state of another world, and no policy that says what to do with it."""
+
+    def __init__(self, path: str, saved: int, now: int) -> None:
+        self.path, self.saved, self.now = path, saved, now
+        super().__init__(
+            f"state at {path}: rank-local, saved by {saved} ranks and wanted by {now}: "
+            "declare what then holds with rank_local(..., on_resize='modulo' | 'keep' | 'gather')"
+        )
+
+
+class ExistsError(UcformatError):
+    """A committed checkpoint stands at `path`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: a committed checkpoint is never written into: choose another path or overwrite=True")
+
+
+class RankFailedError(UcformatError):
+    """Other ranks failed, so nothing was committed. `failures` maps rank to its message."""
+
+    def __init__(self, what: str, failures: Mapping[int, str]) -> None:
+        self.what, self.failures = what, dict(failures)
+        told = "; ".join(f"rank {rank}: {message}" for rank, message in sorted(self.failures.items())[:4])
+        more = "" if len(self.failures) <= 4 else f" and {len(self.failures) - 4} more"
+        super().__init__(f"{what} failed: {told}{more}")
+
+
+class LayoutError(UcformatError):
+    """A declared layout that can't be read, or that does not fit a tensor."""
+
+    def __init__(self, layout: str, why: str) -> None:
+        self.layout, self.why = layout, why
+        super().__init__(f"layout {layout}: {why}")

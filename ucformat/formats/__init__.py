@@ -1,0 +1,62 @@
+"""Formats: every module reads one kind of checkpoint into a Catalog, and some write one.
+
+A reader has `NAME`, `detect(source)` and `open_catalog(source)`; a writer module has `write(job)`. To add a format,
+write one file and list it here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+from ucformat.catalog import Catalog
+from ucformat.errors import NotACheckpointError, UnsupportedError
+from ucformat.formats.source import Source, locate
+from ucformat.formats.target import WriteJob
+
+READERS = ("native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "torchsave")
+"""Modules that recognise checkpoints, the most specific first."""
+
+WRITERS = {"native": "native", "hf": "hf_write", "dcp": "dcp_write", "torchsave": "torchsave_write"}
+"""Format name → module with its `write`."""
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"ucformat.formats.{name}")
+
+
+def detect(source: Source) -> ModuleType:
+    """The reader of a source. Raises NotACheckpointError when none knows it."""
+    for name in READERS:
+        module = _module(name)
+        if module.detect(source):
+            return module
+    known = ", ".join(_module(name).NAME for name in READERS)
+    raise NotACheckpointError(source.url, f"no reader recognises it (known: {known})")
+
+
+def open_catalog(url: str) -> Catalog:
+    """The catalog of a checkpoint of any format. Reads metadata only."""
+    source = locate(url)
+    catalog: Catalog = detect(source).open_catalog(source)
+    return catalog
+
+
+def writer(name: str) -> Callable[[WriteJob], None]:
+    """The `write` of a format. Raises UnsupportedError for one that can't be written."""
+    if name not in WRITERS:
+        raise UnsupportedError(name, f"not a format that can be written (choose from {', '.join(WRITERS)})")
+    write: Callable[[WriteJob], None] = _module(WRITERS[name]).write
+    return write
+
+
+VALUELESS = frozenset({"hf"})
+"""Formats that hold tensors only: the value tree has no place in them."""
+
+
+def taken(name: str, names: Sequence[str]) -> list[str]:
+    """Those of `names` that a format has a place for; converting leaves the others out and says so."""
+    module = _module(WRITERS[name])
+    choose: Callable[[Sequence[str]], list[str]] = getattr(module, "takes", list)
+    return choose(names)

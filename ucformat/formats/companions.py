@@ -1,0 +1,114 @@
+"""Files that travel with a model beside its weights: configuration, tokenizer, licence.
+
+Without them a converted checkpoint is just numbers: `transformers` needs `config.json` to load it. Every writer of a
+directory carries them: a Hugging Face directory keeps them at its top, any other format under `companions/`
+(`prefix=PREFIX`), so that HF → native → DCP → HF still loads. Writers call, on one rank and before they commit,
+
+    remarks = companions.carry(job.source, staging_store, prefix=companions.PREFIX)
+
+which copies what `job.source` has (nothing when it is None or has none) and says what was left behind.
+Weights are never companions, nor is anything that would run when it is merely loaded (pickles).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ucformat.formats.source import Source
+from ucformat.storage import Store, safe_path
+
+PREFIX = "companions/"
+MAX_BYTES = 64 << 20  # per file; the largest tokenizers have about 35 MB, and more than this is data, not description
+
+_NAMES = (
+    "config.json",
+    "*_config.json",  # generation, tokenizer, preprocessor, processor, sentence_bert, quantize…
+    "config_*.json",  # config_sentence_transformers
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.jinja",
+    "*.model",  # sentencepiece
+    "*.tiktoken",
+    "modules.json",
+    "model_index.json",
+    "configuration*.py",
+    "modeling*.py",
+    "tokenization*.py",
+    "README*",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+)
+_FOLDERS = "[0-9]*_*/"  # sentence-transformers' modules: 1_Pooling, 2_Normalize
+_WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """One file: where it lies in the source's store, and its path relative to a model directory."""
+
+    stored: str
+    path: str
+    size: int
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name (without folder) describes a model rather than holding its weights."""
+    return _matches(name, _NAMES) and not _matches(name, _WEIGHTS)
+
+
+def found(source: Source) -> tuple[Companion, ...]:
+    """The companions of a source of any format, sorted by path.
+
+    Those under `companions/` when there are any, else files of well-known names beside the checkpoint. A single file
+    that is no safetensors has none: what lies beside a `.pt` in somebody's folder need not belong to it.
+    """
+    if source.file is not None and ".safetensors" not in source.file:
+        return ()
+    names = source.store.list()
+    if PREFIX in names:
+        paths = [(PREFIX + path, path) for path in _walk(source.store, PREFIX)]
+    else:
+        top = [name for name in names if not name.endswith("/") and is_companion(name)]
+        nested = [
+            folder + name
+            for folder in names
+            if fnmatch.fnmatchcase(folder, _FOLDERS)
+            for name in source.store.list(folder.rstrip("/"))
+            if is_companion(name)
+        ]
+        paths = [(path, path) for path in (*top, *nested)]
+    return tuple(Companion(stored, path, source.store.size(stored)) for stored, path in sorted(paths))
+
+
+def carry(source: Source | None, store: Store, prefix: str = "") -> tuple[str, ...]:
+    """Copy the companions of `source` to `prefix` in `store`; remarks on those that are too large to be one."""
+    if source is None:
+        return ()
+    remarks: list[str] = []
+    for item in found(source):
+        if item.size > MAX_BYTES:
+            remarks.append(f"{item.stored}: {item.size} bytes is too large for a companion file: not copied")
+        else:
+            store.put(safe_path(prefix + item.path), source.store.read(item.stored))
+    return tuple(remarks)
+
+
+def _walk(store: Store, folder: str, depth: int = 2) -> Iterator[str]:
+    """Paths of files below `folder`, relative to it, at most `depth` folders down; weights are never among them."""
+    for name in store.list(folder.rstrip("/")):
+        if not name.endswith("/"):
+            if not _matches(name, _WEIGHTS):
+                yield name
+        elif depth > 1:
+            yield from (name + below for below in _walk(store, folder + name, depth - 1))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

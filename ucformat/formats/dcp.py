@@ -1,0 +1,177 @@
+"""PyTorch Distributed Checkpoint (DCP): reading by byte range. Writing is in `dcp_write`.
+
+`.metadata` says which chunk of which tensor is which item of which `.distcp` file; each item is a small torch.save zip
+(see `dcp_items`). Paths come from the planner's data, so keys with dots stay whole; then torch's optimizer nest
+becomes the canonical one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ucformat import values
+from ucformat.box import Box
+from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
+from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
+from ucformat.formats.dcp_items import Item, open_items
+from ucformat.formats.dcp_metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
+from ucformat.formats.source import Source
+from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
+from ucformat.formats.torchstate import Nest, to_canonical
+from ucformat.safepickle import RefusedTensor, StoredTensor, to_values
+from ucformat.torchzip import checks_of
+
+NAME = "dcp"
+_MAX_HOLES = 1000  # list items that vanished because they were empty dicts
+
+
+def detect(source: Source) -> bool:
+    """Whether this is a directory with DCP's metadata (or the per-rank metadata, which `open_catalog` refuses)."""
+    if source.file is not None:
+        return False
+    try:
+        names = source.store.list()
+    except UcformatError:
+        return False
+    return FILE in names or (any(map(_is_rank_metadata, names)) and any(name.endswith(".distcp") for name in names))
+
+
+def _is_rank_metadata(name: str) -> bool:
+    return name.startswith("__") and name.endswith(".metadata")
+
+
+def open_catalog(source: Source) -> Catalog:
+    """The catalog of a DCP directory. Reads the metadata, and the first and last few KiB of each item.
+
+    Raises FormatError, UnsafePickleError, MissingFileError, ChecksumError, DTypeMismatchError (an item's dtype is not that
+    of the metadata), UnsupportedError (per-rank metadata, compressed items, sparse tensors…).
+    """
+    store = source.store
+    names = store.list()
+    if FILE not in names and any(map(_is_rank_metadata, names)):
+        raise UnsupportedError(
+            store.url,
+            "saved with use_collectives=False: there is no global .metadata, so where shards belong is not recorded; "
+            "load and save it again with collectives",
+        )
+    metadata = read_metadata(store)
+    opened = open_items(store, metadata)
+    nest = to_canonical(_nest(metadata, opened), _is_leaf)
+    kept, leaves = values.split(nest, _is_leaf)
+    builder = CatalogBuilder(store)
+    files = _files(store.size, opened)
+    numbers = {path: builder.file(file) for path, file in files.items()}
+    add_leaves(builder, {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, StoredKey)}, files)
+    for name, leaf in leaves.items():
+        if isinstance(leaf, StoredKey):
+            _add_tensor(builder, name, leaf, opened, numbers)
+    step = kept.get("step") if isinstance(kept, dict) else None
+    return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept))))
+
+
+def _is_leaf(x: object) -> bool:
+    return isinstance(x, StoredKey) or is_tensor(x)
+
+
+def _files(size: Callable[[str], int], opened: Mapping[Chunk, Item]) -> dict[str, File]:
+    """Every file that holds items, with the CRCs of all tensor records in it."""
+    entries: dict[str, dict[int, Any]] = {}
+    for item in opened.values():
+        held = entries.setdefault(item.path, {})
+        held.update((entry.start, entry) for entry in item.data)
+    for path, held in entries.items():
+        stop = 0
+        for start, entry in sorted(held.items()):
+            if start < stop:
+                raise FormatError(path, "two items share bytes", start, stop)
+            stop = entry.stop
+    return {path: File(path, size(path), checks_of(held.values())) for path, held in entries.items()}
+
+
+def _add_tensor(
+    builder: CatalogBuilder, name: str, key: StoredKey, opened: Mapping[Chunk, Item], numbers: Mapping[str, int]
+) -> None:
+    builder.tensor(name, key.dtype, key.shape)
+    for chunk in key.chunks:
+        item = opened.get(chunk)
+        if item is None:
+            continue  # the metadata names no place for it: the planner reports the uncovered box when it is wanted
+        tensor = _checked(builder, name, key, chunk, item)
+        if tensor is not None:
+            stride = None if tensor.contiguous else tensor.stride
+            builder.fragment(name, numbers[item.path], tensor.start, Box(chunk.offset, chunk.length), stride)
+
+
+def _checked(builder: CatalogBuilder, name: str, key: StoredKey, chunk: Chunk, item: Item) -> StoredTensor | None:
+    """The tensor in an item when it is what the metadata promises; None for an empty one that took a chunk's place."""
+    tensor = item.tree
+    if isinstance(tensor, RefusedTensor):
+        raise UnsupportedError(item.path, f"tensor {name!r} is {tensor.kind}")
+    if not isinstance(tensor, StoredTensor):
+        raise FormatError(item.path, f"tensor {name!r}: its item holds no tensor", item.start, item.stop)
+    if tensor.dtype != key.dtype:
+        hint = f"{item.path} and .metadata disagree (plan caching with changed dtypes does that): save it again"
+        raise DTypeMismatchError(name, tensor.dtype, key.dtype, hint)
+    if 0 in tensor.shape and 0 not in chunk.length:
+        return None
+    if tensor.shape != chunk.length:
+        why = f"tensor {name!r}: its item has shape {list(tensor.shape)}, the metadata says {list(chunk.length)}"
+        raise FormatError(item.path, why, item.start, item.stop)
+    return tensor
+
+
+# --- the nest ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Node:
+    """A dict, or a list whose keys are all integers, while the nest is being put together."""
+
+    held: dict[str | int, Any]
+
+
+def _nest(metadata: Metadata, opened: Mapping[Chunk, Item]) -> Nest:
+    """The state as it was saved: `StoredKey`s for tensors, decoded values for the rest."""
+    root = _Node({})
+    for key in metadata.tensors:
+        _insert(root, metadata.paths.get(key.name, (key.name,)), key)
+    for chunk in metadata.blobs:
+        item = opened.get(chunk)
+        if item is None:
+            raise FormatError(FILE, f"value {chunk.key!r} is listed, and its place is not")
+        _insert(root, metadata.paths.get(chunk.key, (chunk.key,)), to_values(item.tree, item.path))
+    tree = _collapse(root)
+    return cast(Nest, tree) if isinstance(tree, dict) else {"value": tree}
+
+
+def _insert(root: _Node, path: tuple[str | int, ...], leaf: object) -> None:
+    node = root
+    for part in path[:-1]:
+        below = node.held.setdefault(part, _Node({}))
+        if not isinstance(below, _Node):
+            raise FormatError(FILE, f"path {path} leads through a value")
+        node = below
+    if path[-1] in node.held:
+        raise FormatError(FILE, f"two items have the path {path}")
+    node.held[path[-1]] = leaf
+
+
+def _collapse(node: object) -> object:
+    if not isinstance(node, _Node):
+        return node
+    if not all(isinstance(key, int) for key in node.held):
+        return {str(key): _collapse(value) for key, value in node.held.items()}
+    numbers = cast("dict[int, Any]", node.held)
+    length = max(numbers, default=-1) + 1
+    if min(numbers, default=0) < 0 or length > len(numbers) + _MAX_HOLES:
+        raise FormatError(FILE, f"a list of {length} items of which {len(numbers)} are stored")
+    return [_collapse(numbers[i]) if i in numbers else {} for i in range(length)] if numbers else {}
+
+
+def write(job: Any) -> None:
+    """See `dcp_write.write`."""
+    from ucformat.formats.dcp_write import write as write_dcp
+
+    write_dcp(job)

@@ -1,0 +1,173 @@
+"""The `.metadata` of a DCP directory as plain records: tensors with their chunks, values, paths. Nothing is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ucformat import dtypes
+from ucformat.errors import FormatError, MissingFileError, UnsupportedError, VersionError
+from ucformat.safepickle import Inert, unpickle
+from ucformat.storage import Store
+
+FILE = ".metadata"
+_VERSION = "1."  # of DCP's metadata; older releases wrote none
+_INT64 = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One item: a box of tensor `key`, or the value `key` (empty `offset` and `length`)."""
+
+    key: str
+    offset: tuple[int, ...]
+    length: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item lies: bytes [start, start + length) of the file `path`."""
+
+    path: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A tensor of the metadata: flat key, dtype name, global shape and chunks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """All that `.metadata` says."""
+
+    tensors: tuple[StoredKey, ...]
+    blobs: tuple[Chunk, ...]
+    """Values, one item each."""
+    places: dict[Chunk, Place]
+    paths: dict[str, tuple[str | int, ...]]
+    """Flat key → path in the nest; integers are list indices."""
+
+
+def read_metadata(store: Store) -> Metadata:
+    """Read and check `.metadata`. Raises MissingFileError, FormatError, UnsafePickleError, VersionError."""
+    if not store.exists(FILE):
+        raise MissingFileError(f"{store.url}/{FILE}", "missing: an unfinished or foreign checkpoint")
+    tree = unpickle(store.read(FILE), FILE)
+    if not isinstance(tree, Inert) or not tree.class_name.endswith(".Metadata"):
+        raise FormatError(FILE, "the pickle is no DCP metadata")
+    fields = tree.attributes
+    version = fields.get("version")
+    if isinstance(version, str) and not version.startswith(_VERSION):
+        raise VersionError(FILE, version, "1.x")
+    entries, infos = fields.get("state_dict_metadata"), fields.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(infos, dict):
+        raise FormatError(FILE, "the metadata lacks state_dict_metadata or storage_data")
+    places = _places(infos)
+    tensors: list[StoredKey] = []
+    blobs: list[Chunk] = []
+    for key, entry in entries.items():
+        if not isinstance(key, str) or not isinstance(entry, Inert):
+            raise FormatError(FILE, f"entry {key!r:.80} is malformed")
+        if entry.class_name.endswith(".BytesStorageMetadata"):
+            blobs.append(Chunk(key, (), ()))
+        else:
+            tensors.append(_tensor(key, entry))
+    wanted = {chunk: place for chunk, place in _matched(tensors, blobs, places)}
+    return Metadata(tuple(tensors), tuple(blobs), wanted, _paths(fields.get("planner_data")))
+
+
+_Index = tuple[str, "tuple[int, ...] | None"]
+
+
+def _matched(tensors: list[StoredKey], blobs: list[Chunk], places: dict[_Index, Place]) -> Any:
+    """Chunks with their places; a chunk without one is left to the planner, which reports what is uncovered."""
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            place = places.get((tensor.name, chunk.offset))
+            if place is not None:
+                yield chunk, place
+    for blob in blobs:
+        place = places.get((blob.key, None))
+        if place is not None:
+            yield blob, place
+
+
+def _ints(value: object, what: str) -> tuple[int, ...]:
+    if isinstance(value, (tuple, list)) and all(type(n) is int and 0 <= n < _INT64 for n in value):
+        return tuple(value)
+    raise FormatError(FILE, f"{what}: {value!r:.80} are no sizes or offsets")
+
+
+def _tensor(key: str, entry: Inert) -> StoredKey:
+    if not entry.class_name.endswith(".TensorStorageMetadata"):
+        raise UnsupportedError(FILE, f"entry {key!r} is a {entry.class_name}")
+    fields = entry.attributes
+    shape = _ints(fields.get("size"), key)
+    chunks: dict[tuple[int, ...], Chunk] = {}
+    listed = fields.get("chunks")
+    if not isinstance(listed, list):
+        raise FormatError(FILE, f"tensor {key!r} has no list of chunks")
+    for record in listed:
+        held = record.attributes if isinstance(record, Inert) else {}
+        chunk = Chunk(key, _ints(held.get("offsets"), key), _ints(held.get("sizes"), key))
+        if len(chunk.offset) != len(shape) or len(chunk.length) != len(shape):
+            raise FormatError(FILE, f"tensor {key!r}: a chunk has other dimensions than {list(shape)}")
+        if 0 in chunk.length and 0 not in shape:
+            continue  # an empty shard says nothing, and must not take the place of a real one at the same offset
+        chunks.setdefault(chunk.offset, chunk)
+    return StoredKey(key, _dtype(key, fields.get("properties")), shape, tuple(chunks.values()))
+
+
+def _dtype(key: str, properties: object) -> str:
+    """The dtype in TensorProperties, whose state is a tuple that starts with it (a dict in old releases)."""
+    state = properties.state if isinstance(properties, Inert) else None
+    found = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(properties, Inert) and not isinstance(found, torch.dtype):
+        found = properties.attributes.get("dtype")
+    if not isinstance(found, torch.dtype):
+        raise FormatError(FILE, f"tensor {key!r} has no dtype")
+    try:
+        return dtypes.from_torch(found).name
+    except KeyError:
+        raise UnsupportedError(FILE, f"tensor {key!r} has dtype {found}") from None
+
+
+def _places(infos: dict[Any, Any]) -> dict[_Index, Place]:
+    """(key, chunk offset or None) → place."""
+    places: dict[_Index, Place] = {}
+    for index, info in infos.items():
+        if not isinstance(index, Inert) or not isinstance(info, Inert):
+            raise FormatError(FILE, "storage_data is malformed")
+        at, held = index.attributes, info.attributes
+        key, offset = at.get("fqn"), at.get("offset")
+        path, start, length = held.get("relative_path"), held.get("offset"), held.get("length")
+        if not isinstance(key, str) or not isinstance(path, str) or type(start) is not int or type(length) is not int:
+            raise FormatError(FILE, f"storage_data of {key!r:.80} is malformed")
+        if not path or path.startswith("/") or "\\" in path or "\0" in path or ".." in path.split("/"):
+            raise FormatError(FILE, f"item {key!r} lies in {path!r}, outside the checkpoint")
+        if start < 0 or length <= 0 or start + length >= _INT64:
+            raise FormatError(FILE, f"item {key!r} lies at {length} bytes from {start} of {path}")
+        if held.get("transform_descriptors"):
+            raise UnsupportedError(path, f"item {key!r} is stored transformed ({held['transform_descriptors']!r:.80})")
+        places[key, None if offset is None else _ints(offset, key)] = Place(path, start, length)
+    return places
+
+
+def _paths(planned: object) -> dict[str, tuple[str | int, ...]]:
+    """The default planner's data; other planners keep what they like there, and then keys are names as they are."""
+    if not isinstance(planned, dict):
+        return {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for key, path in planned.items():
+        if isinstance(key, str) and isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path):
+            paths[key] = path
+    return paths

@@ -1,0 +1,231 @@
+"""ZeRO-1, ZeRO-2, ZeRO-3 and BF16_Optimizer: the ranks' flat buffers as fragments of each parameter's state.
+
+The order of `param_shapes` is the order in the buffers. `param_slice_mappings` is never looked at: it is wrong
+when DeepSpeed shuffles parameters (`round_robin_gradients`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ucformat.errors import FormatError
+from ucformat.formats.deepspeed_flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
+from ucformat.formats.deepspeed_open import Opened, dense, state
+from ucformat.formats.deepspeed_optim import RankOptim, mapping, sequence
+from ucformat.safepickle import StoredTensor
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """What was found for the optimizer: who has which state, and the values beside the tensors."""
+
+    states: dict[str, list[str]] = field(default_factory=dict)
+    """Parameter → its state tensors (`fp32`, `exp_avg`, …), in the order found."""
+    values: dict[str, object] = field(default_factory=dict)
+    """The `optimizer` subtree of the value tree."""
+    extra: dict[str, object] = field(default_factory=dict)
+    """What DeepSpeed keeps beside it: loss scale, clipping…"""
+
+    def note(self, name: str, key: str) -> None:
+        self.states.setdefault(name, []).append(key)
+
+
+def shapes_of(tree: object, file: str) -> list[Shapes] | None:
+    """`param_shapes`: one dict per flat group, or the single dict of old versions. None when there is none."""
+    if tree is None:
+        return None
+    groups = [tree] if isinstance(tree, dict) else sequence(tree, file, "param_shapes")
+    return [shape_dict(group, file, "param_shapes") for group in groups]
+
+
+def shape_dict(tree: object, file: str, what: str) -> Shapes:
+    """Names to shapes; a shape is a torch.Size or, from some writers, a plain tuple. Raises FormatError."""
+    found: Shapes = {}
+    for name, shape in mapping(tree, file, what).items():
+        sizes = tuple(sequence(shape, file, f"shape of {name!r}"))
+        if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in sizes):
+            raise FormatError(file, f"{what} says {name!r:.100}: {shape!r:.100}")
+        found[name] = sizes
+    return found
+
+
+def add_optimizer(
+    opened: Opened, ranks: Sequence[RankOptim], shapes: Sequence[Shapes], master: Callable[[str], str]
+) -> OptimizerState:
+    """Add `optimizer/<parameter>/<state>` of every parameter; its master weight goes by the name `master(parameter)`.
+
+    Raises FormatError when files and shapes disagree.
+    """
+    _same_structure(ranks)
+    geometries = _geometries(ranks, shapes)
+    names = [name for geometry in geometries for name in geometry.shapes]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(ranks[0].path, f"parameter {twice!r} is in two groups")
+    found = OptimizerState()
+    for g, geometry in enumerate(geometries):
+        _add_group(opened, geometry, ranks, g, master, found)
+    found.values["param_groups"] = _param_groups(opened, ranks[0], geometries, found)
+    return found
+
+
+def _same_structure(ranks: Sequence[RankOptim]) -> None:
+    first = ranks[0]
+    for rank in ranks[1:]:
+        if rank.sliced != first.sliced or len(rank.groups) != len(first.groups) or rank.alignment != first.alignment:
+            raise FormatError(rank.path, f"its groups are not those of {first.path}: left over from another run?")
+
+
+def _geometries(ranks: Sequence[RankOptim], shapes: Sequence[Shapes]) -> Sequence[Geometry]:
+    first, world = ranks[0], len(ranks)
+    if first.sliced:
+        sizes = [group.master.shape[0] for group in first.groups]
+        spread: Sequence[Shapes] | None = shapes
+        if [slice_elements(group, world) for group in shapes] != sizes:
+            spread = fill_buffers({name: shape for group in shapes for name, shape in group.items()}, sizes, world)
+        if spread is None:
+            raise FormatError(first.path, f"its buffers of {sizes} elements are not filled by the {world}th parts of param_shapes")
+        return [ParameterSlices(group) for group in spread]
+    if len(shapes) != len(first.groups):
+        raise FormatError(first.path, f"{len(first.groups)} groups, and param_shapes has {len(shapes)}")
+    geometries = []
+    for g, group in enumerate(shapes):
+        alignment = first.alignment[g] if g < len(first.alignment) else [0] * len(group)
+        if len(alignment) != len(group):
+            raise FormatError(first.path, f"{len(alignment)} alignment paddings for {len(group)} parameters of group {g}")
+        recorded = sum(rank.paddings[g] for rank in ranks if rank.paddings)
+        geometries.append(EvenSlices(group, alignment, tail=max(recorded, 2 * world - 1)))  # padded to a multiple of 2 * world
+    return geometries
+
+
+def _add_group(
+    opened: Opened,
+    geometry: Geometry,
+    ranks: Sequence[RankOptim],
+    g: int,
+    master: Callable[[str], str],
+    found: OptimizerState,
+) -> None:
+    """One flat buffer of every rank: master weights, then each state of the optimizer."""
+    groups = [rank.groups[g] for rank in ranks]
+    masters = [group.master for group in groups]
+    if not _add_flat(opened, geometry, masters, master):
+        lengths = [tensor.shape[0] for tensor in masters]
+        need = sum(map(math.prod, geometry.shapes.values()))
+        odd = next((rank for rank, n in enumerate(lengths) if n != lengths[0]), 0)
+        raise FormatError(
+            ranks[odd].path,
+            f"group {g}: the ranks hold {lengths[:16]} elements, which are no slices of the {need} that param_shapes wants",
+        )
+    for name in geometry.shapes:
+        found.note(name, "fp32")
+    for key in dict.fromkeys(key for group in groups for key in group.state):
+        _add_state(opened, geometry, [group.state.get(key) for group in groups], str(key), ranks, g, found)
+
+
+def _add_flat(
+    opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor | None], name_of: Callable[[str], str]
+) -> bool:
+    """Add state that is laid out like the weights; False when these tensors are not."""
+    lengths = [0 if tensor is None else tensor.shape[0] for tensor in tensors]
+    spread = geometry.runs(lengths)
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if spread is None or len(dtypes) != 1:
+        return False
+    for name, shape in geometry.shapes.items():
+        opened.builder.tensor(name_of(name), next(iter(dtypes)), shape)  # so that empty parameters are there, too
+    for tensor, runs in zip(tensors, spread, strict=True):
+        if tensor is not None:
+            opened.runs(name_of, tensor, runs)
+    return True
+
+
+def _add_state(
+    opened: Opened,
+    geometry: Geometry,
+    held: Sequence[object],
+    key: str,
+    ranks: Sequence[RankOptim],
+    g: int,
+    found: OptimizerState,
+) -> None:
+    """One state of one flat buffer, whatever it is; `held[rank]` is what each rank's file has under `key`."""
+    tensors = [dense(value, rank.path, f"{key} of group {g}") for value, rank in zip(held, ranks, strict=True)]
+    first = tensors[0]
+    if any(tensor is not None for tensor in tensors):
+        flat = all(tensor is None or (len(tensor.shape) == 1 and tensor.contiguous) for tensor in tensors)
+        if flat and _add_flat(opened, geometry, tensors, lambda name: state(name, key)):
+            for name in geometry.shapes:
+                found.note(name, key)
+            return
+        if first is None or any(tensor is None or tensor.shape != first.shape for tensor in tensors) or first.shape != ():
+            _add_raw(opened, tensors, key, ranks, g)
+            return
+        if key == "step":
+            _same_step([_number(data, first.dtype) for data in opened.bytes_of([t for t in tensors if t])], ranks)
+        for name in geometry.shapes:
+            opened.tensor(state(name, key), first)
+            found.note(name, key)
+    elif key == "step" and isinstance(held[0], (int, float)):
+        _same_step(held, ranks)
+        add_step(opened, geometry.shapes, held[0], ranks[0].path, found)
+    elif held[0] is not None:
+        for name in geometry.shapes:
+            entry = found.values.setdefault(name, {})
+            assert isinstance(entry, dict)
+            entry[key] = held[0]
+
+
+def add_step(opened: Opened, names: Iterable[str], value: float, file: str, found: OptimizerState) -> None:
+    """Add a step count that the file holds as a number, as the 0-d F32 tensor of each parameter that torch has."""
+    for name in names:
+        opened.inline(state(name, "step"), "F32", (), struct.pack("<f", value), f"{file} (step)")
+        found.note(name, "step")
+
+
+def _add_raw(opened: Opened, tensors: Sequence[StoredTensor | None], key: str, ranks: Sequence[RankOptim], g: int) -> None:
+    """Keep state that belongs to a rank's whole buffer (statistics, quantisation tables) as it is, under its rank."""
+    for rank, tensor in enumerate(tensors):
+        if tensor is not None:
+            opened.tensor(f"deepspeed/optimizer_state/{g}/{key}/{rank}", tensor)
+    opened.remarks.append(
+        f"optimizer state {key!r} of group {g} is not per element: kept per rank as deepspeed/optimizer_state/{g}/{key}/<rank>"
+    )
+
+
+def _number(data: bytes, dtype: str) -> object:
+    """A scalar's value where it is cheap to know, for messages; its bytes otherwise."""
+    code = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(dtype)
+    return struct.unpack(code, data)[0] if code else data
+
+
+def _same_step(steps: Sequence[object], ranks: Sequence[RankOptim]) -> None:
+    """Files of one checkpoint were saved at one step."""
+    for step, rank in zip(steps, ranks, strict=True):
+        if step != steps[0]:
+            raise FormatError(
+                rank.path, f"optimizer state of step {step}, and {ranks[0].path} is of step {steps[0]}: left over from another save?"
+            )
+
+
+def _param_groups(
+    opened: Opened, first: RankOptim, geometries: Sequence[Geometry], found: OptimizerState
+) -> list[dict[str, object]]:
+    """Hyper-parameters of each group with parameter names; a step count among them becomes each parameter's."""
+    groups: list[dict[str, object]] = []
+    for g, members in enumerate(first.members):
+        names = [name for i in members for name in geometries[i].shapes]
+        hyper = {} if first.param_groups is None else dict(first.param_groups[g])
+        stepped = any("step" in found.states.get(name, []) for name in names)
+        if not stepped and type(step := hyper.get("step")) in (int, float):
+            add_step(opened, names, step, first.path, found)  # type: ignore[arg-type]  # just checked
+            del hyper["step"]
+        groups.append({**hyper, "params": names})
+    if first.param_groups is None:
+        opened.remarks.append("saved in DeepSpeed's elastic form, which leaves out the hyper-parameters of the param groups")
+    return groups

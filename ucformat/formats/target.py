@@ -1,0 +1,83 @@
+"""What a writer is given: the pieces of the checkpoint to be, and a way to get their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ucformat.box import Box
+from ucformat.catalog import Notes, TensorSpec
+from ucformat.dtypes import DTYPES
+from ucformat.formats.source import Source
+from ucformat.group import Group
+from ucformat.image import Fill, Part
+from ucformat.storage import Store
+
+MAX_FILE_BYTES = 4 << 30  # a size that object stores and file systems both take, and that spreads over ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One piece of a tensor to be written: `box` of the tensor `spec`, row-major."""
+
+    spec: TensorSpec
+    box: Box
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def whole(self) -> bool:
+        return self.box.length == self.spec.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * DTYPES[self.spec.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Everything a format's `write(job)` needs. Every rank of `group` holds an equal job and writes its share."""
+
+    store: Store
+    """The directory to be; it appears only when complete. With `file`: the existing directory around that file."""
+    targets: Sequence[Target]
+    """Pieces that tile every tensor; `fill` counts them by their index here."""
+    fill: Fill
+    values: object = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
+    group: Group = field(default_factory=Group)
+    source: Source | None = None
+    """Where it comes from, for files that travel along (config, tokenizer)."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    overwrite: bool = False
+    on_bytes: Callable[[int], None] | None = None
+    """Called with the number of tensor bytes just written, from any thread."""
+    file: str | None = None
+    """Name of the one file to be written into `store`, for formats that are a single file."""
+    layout: Sequence[Sequence[int]] | None = None
+    """Which targets (by index) go into which output file, for formats whose files may be divided freely."""
+
+    def shards(self) -> list[list[int]]:
+        """Targets of each output file: as `layout` says, else in order, up to `max_file_bytes` each; at least one."""
+        if self.layout is not None:
+            return [list(part) for part in self.layout]
+        shards: list[list[int]] = [[]]
+        held = 0
+        for index, target in enumerate(self.targets):
+            if held and held + target.nbytes > self.max_file_bytes:
+                shards.append([])
+                held = 0
+            shards[-1].append(index)
+            held += target.nbytes
+        return shards
+
+    def fill_of(self, pieces: Sequence[int]) -> Fill:
+        """The job's `fill`, for a file whose piece i is target `pieces[i]`."""
+
+        def fill(parts: Sequence[Part]) -> None:
+            self.fill([Part(pieces[part.piece], part.start, part.stop, part.out) for part in parts])
+
+        return fill

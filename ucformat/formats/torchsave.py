@@ -1,0 +1,141 @@
+"""torch.save files (.pt, .pth, .bin, .ckpt), zip form: reading. Tensors are found in the zip, nothing is loaded.
+
+Tensors that share a storage with equal shape and strides are one tensor with several names; other views of one storage
+are tensors of their own over the same bytes. Writing is in `torchsave_write`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ucformat import dtypes, values
+from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
+from ucformat.errors import FormatError, UcformatError, UnsupportedError
+from ucformat.formats.source import Source
+from ucformat.formats.torchsave_write import write
+from ucformat.formats.torchstate import to_canonical
+from ucformat.safepickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
+from ucformat.torchzip import checks_of
+from ucformat.values_json import Opaque
+
+NAME = "torchsave"
+__all__ = ["NAME", "detect", "open_catalog", "write"]
+
+BARE = "value"
+"""Name of the top-level thing when a file holds no dict."""
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_SNIFF_BYTES = 512  # of a file: the name of its first zip record, the magic number of a pickle or tar
+
+
+def detect(source: Source) -> bool:
+    """Whether the source is a single torch.save file (legacy ones too, which `open_catalog` refuses by name)."""
+    if source.file is None:
+        return False
+    try:
+        head = source.store.read(source.file, 0, min(_SNIFF_BYTES, source.store.size(source.file)))
+    except UcformatError:
+        return False
+    if head.startswith(b"PK\x03\x04"):
+        return b"/data.pkl" in head[30:] or source.file.endswith(_SUFFIXES)
+    return source.file.endswith(_SUFFIXES) and (head[:1] == b"\x80" or head[257:262] == b"ustar")
+
+
+def open_catalog(source: Source) -> Catalog:
+    """The catalog of a torch.save file. Reads its directory, its pickle and the local zip headers.
+
+    Raises UnsupportedError (legacy form, TorchScript, sparse and quantised tensors), FormatError, ChecksumError,
+    UnsafePickleError.
+    """
+    assert source.file is not None
+    opened = open_torch_zip(source.store, source.file)
+    tree = to_values(opened.tree, source.file)
+    nest = to_canonical(tree, is_tensor) if isinstance(tree, dict) and tree else {BARE: tree}
+    kept, leaves = values.split(nest, is_tensor)
+    builder = CatalogBuilder(source.store)
+    add_leaves(builder, leaves, {source.file: _file(source, opened)})
+    step = kept.get("step") if isinstance(kept, dict) else None
+    return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept))))
+
+
+def _file(source: Source, opened: TorchFile) -> File:
+    data = [entry for name, entry in opened.entries.items() if name.startswith("data/")]
+    return File(opened.file, source.store.size(opened.file), checks_of(data))
+
+
+def is_tensor(leaf: object) -> bool:
+    """Whether a leaf of a decoded tree is tensor data in a file."""
+    return isinstance(leaf, (StoredTensor, RefusedTensor, StoredStorage))
+
+
+def add_leaves(builder: CatalogBuilder, leaves: Mapping[str, Any], files: Mapping[str, File]) -> None:
+    """Declare tensors by name: `StoredTensor`s in `files` (by path), numpy arrays inline.
+
+    Raises UnsupportedError for tensors that are no dense array in a file.
+    """
+    numbers: dict[str, int] = {}
+    known: dict[tuple[object, ...], str] = {}
+    for name, leaf in sorted(leaves.items(), key=_rank):
+        if isinstance(leaf, np.ndarray):
+            _add_array(builder, name, leaf)
+            continue
+        tensor = _dense(builder, name, leaf)
+        place = (tensor.file, tensor.storage.start, tensor.start, tensor.dtype, tensor.shape, tensor.stride)
+        if 0 not in tensor.shape and known.setdefault(place, name) != name:
+            builder.alias(name, known[place])
+            continue
+        if tensor.file not in numbers:
+            numbers[tensor.file] = builder.file(files[tensor.file])
+        builder.tensor(name, tensor.dtype, tensor.shape)
+        builder.fragment(name, numbers[tensor.file], tensor.start, stride=None if tensor.contiguous else tensor.stride)
+
+
+def _rank(item: tuple[str, Any]) -> tuple[bool, str]:
+    """Order in which one of several names becomes the tensor's own: the model's first, whatever the file's order."""
+    return not item[0].startswith("model/"), item[0]
+
+
+def _dense(builder: CatalogBuilder, name: str, leaf: object) -> StoredTensor:
+    if isinstance(leaf, RefusedTensor):
+        raise UnsupportedError(builder.store.url, f"tensor {name!r} is {leaf.kind}")
+    if isinstance(leaf, StoredStorage):
+        raise UnsupportedError(leaf.file, f"{name!r} is a bare storage: save a tensor of it instead")
+    if not isinstance(leaf, StoredTensor):
+        raise FormatError(builder.store.url, f"{name!r} is no tensor but a {type(leaf).__name__}")
+    return leaf
+
+
+def _add_array(builder: CatalogBuilder, name: str, array: np.ndarray[Any, Any]) -> None:
+    """A numpy array lies inside the pickle: its bytes travel in the catalog."""
+    dtype = _array_dtype(array.dtype)
+    data = np.ascontiguousarray(array).tobytes()
+    number = builder.file(File(f"numpy array {name}", len(data), inline=data))
+    builder.tensor(name, dtype, array.shape)
+    builder.fragment(name, number, 0)
+
+
+def _array_dtype(dtype: np.dtype[Any]) -> str:
+    import torch
+
+    return dtypes.from_torch(torch.from_numpy(np.empty(0, dtype)).dtype).name
+
+
+def placeholders(tree: object) -> Iterator[str]:
+    """A remark for every class of which the values hold only a stand-in."""
+    names = sorted(set(_classes(tree)))
+    if names:
+        yield f"not loaded, kept as opaque values: {', '.join(names)}"
+
+
+def _classes(tree: object) -> Iterator[str]:
+    if isinstance(tree, Opaque):
+        yield tree.class_name
+        yield from _classes(tree.state)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _classes(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _classes(value)

@@ -1,0 +1,313 @@
+"""Carry out a read plan: large ordered reads on threads, checked, straight into the destination tensors.
+
+A *segment* is what one read contributes to one destination: bytes that go to bytes (flat), or a strided box. Segments are
+grouped into *tasks* of a few MiB of one file; each task is read, verified and scattered by one thread, so at most
+`threads` tasks are in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ucformat import checks as sums
+from ucformat.box import Ints
+from ucformat.catalog import Catalog, Checks, File, row_major
+from ucformat.dtypes import DType
+from ucformat.errors import ChecksumError, DTypeMismatchError, FormatError, ShapeMismatchError
+from ucformat.localdisk import aligned
+from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
+from ucformat.storage import Bytes, Reader
+
+THREADS = 4  # reads in flight: enough to keep a disk's queue full, few enough for small machines
+GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
+VERIFY_BYTES = 1 << 20  # read and hashed while still in the cache
+WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class _Task:
+    """Bytes [start, stop) of a file and the segments in them."""
+
+    file: int
+    start: int
+    stop: int
+    fresh: int
+    """First byte that no earlier task has read."""
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    """(piece, first byte, one past the last byte)."""
+
+
+def execute(
+    plan: ReadPlan,
+    dest: Sequence[torch.Tensor],
+    *,
+    cast: bool = False,
+    threads: int = THREADS,
+    verify: bool = True,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Fill `dest[i]` with want i of the plan.
+
+    Destinations have the shape of their want, any strides and device. Their dtype is the stored one, or any other that
+    torch can convert to when `cast`. `on_bytes` is told how many bytes each finished read brought, from any thread.
+
+    Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
+    StorageError, naming file and bytes, while reading: the destinations are then partly filled.
+    """
+    _Execution(plan, dest, cast, verify, on_bytes).run(threads)
+
+
+class _Execution:
+    """One run of a plan: what every thread needs to know."""
+
+    def __init__(
+        self,
+        plan: ReadPlan,
+        dest: Sequence[torch.Tensor],
+        cast: bool,
+        verify: bool,
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self.catalog = plan.catalog
+        self.dest = [tensor.detach() for tensor in dest]
+        self.verify, self.on_bytes = verify, on_bytes
+        self.kinds = [plan.catalog.tensors[i].kind for i in plan.wants.tensor]
+        flat_dest = np.array([self._check(plan, i, cast) for i in range(len(dest))], dtype=bool)
+        self.flat = _flat(plan, flat_dest)
+        uneven = cut(plan, ~self.flat)
+        if uneven is not plan:
+            plan = arrange(uneven)
+            self.flat = _flat(plan, flat_dest)
+        self.plan = plan
+        self.bytes_of: dict[int, Bytes] = {}
+        self.checks: dict[int, Checks | None] = {}
+        self.ledgers: dict[int, sums.Ledger] = {}
+        self.scratch = threading.local()
+
+    def _check(self, plan: ReadPlan, want: int, cast: bool) -> bool:
+        """Whether bytes can go straight into destination `want`; raises when it does not fit."""
+        spec = plan.catalog.tensors[plan.wants.tensor[want]]
+        tensor, ndim = self.dest[want], len(spec.shape)
+        shape = tuple(map(int, plan.wants.length[want, :ndim]))
+        if tuple(tensor.shape) != shape:
+            raise ShapeMismatchError(spec.name, shape, tuple(tensor.shape))
+        if tensor.dtype != spec.kind.torch:
+            if not cast:
+                raise DTypeMismatchError(spec.name, spec.dtype, str(tensor.dtype).removeprefix("torch."))
+            if spec.kind.group != (1, 1):
+                raise DTypeMismatchError(spec.name, spec.dtype, str(tensor.dtype), "packed numbers can't be converted")
+            return False
+        return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+    def run(self, threads: int) -> None:
+        tasks = self._tasks()
+        with torch.no_grad():
+            if len(tasks) <= 1 or threads <= 1:
+                for task in tasks:
+                    self._do(task)
+                return
+            with ThreadPoolExecutor(threads, thread_name_prefix="ucf-read") as pool:
+                futures = [pool.submit(self._do, task) for task in tasks]
+                try:
+                    for future in futures:
+                        future.result()
+                except BaseException:
+                    for future in futures:
+                        future.cancel()
+                    raise
+
+    # -- tasks ---------------------------------------------------------------------------------------------------
+
+    def _tasks(self) -> list[_Task]:
+        tasks: list[_Task] = []
+        files = self.catalog.fragments.file[self.plan.fragment]
+        for file, piece, start, stop in self._segments(files):
+            task = tasks[-1] if tasks else None
+            if (
+                task is None
+                or task.file != file
+                or start - task.stop > GAP_BYTES
+                or max(stop, task.stop) - task.start > TASK_BYTES
+            ):
+                fresh = task.stop if task is not None and task.file == file else 0
+                tasks.append(task := _Task(file, start, stop, max(fresh, start)))
+            task.stop = max(task.stop, stop)
+            task.segments.append((piece, start, stop))
+        for file in {task.file for task in tasks}:
+            self._load_checks(file)
+        return tasks
+
+    def _segments(self, files: NDArray[np.int32]) -> Iterator[tuple[int, int, int, int]]:
+        """(file, piece, start, stop), ascending; flat pieces longer than a task are cut at round file offsets."""
+        starts, stops = self.plan.start.tolist(), self.plan.stop.tolist()
+        for piece, (file, flat) in enumerate(zip(files.tolist(), self.flat.tolist(), strict=True)):
+            start, stop = starts[piece], stops[piece]
+            if not flat or stop - start <= TASK_BYTES:
+                yield file, piece, start, stop
+                continue
+            while start < stop:
+                upto = min(stop, (start // TASK_BYTES + 1) * TASK_BYTES)
+                yield file, piece, start, upto
+                start = upto
+
+    def _load_checks(self, file: int) -> None:
+        entry = self.catalog.files[file]
+        found = entry.checks.load(self.catalog.store, entry.path) if self.verify and entry.checks is not None else None
+        self.checks[file] = found
+        if found is not None and found.algorithm == "crc32":
+            self.ledgers[file] = sums.Ledger(found)
+
+    # -- one task ------------------------------------------------------------------------------------------------
+
+    def _do(self, task: _Task) -> None:
+        entry = self.catalog.files[task.file]
+        if entry.inline is not None:
+            self._scatter(task, np.frombuffer(entry.inline, dtype=np.uint8)[task.start : task.stop], task.start)
+        else:
+            with self.catalog.store.reader(entry.path) as reader:
+                piece, start, stop = task.segments[0]
+                if len(task.segments) == 1 and self.flat[piece]:
+                    self._read_flat(task, reader, self._flat_dest(piece, start, stop))
+                else:
+                    self._read_scattered(task, reader)
+        if self.on_bytes is not None:
+            self.on_bytes(sum(self._useful(*segment) for segment in task.segments))
+
+    def _useful(self, piece: int, start: int, stop: int) -> int:
+        if self.plan.contiguous[piece]:
+            return stop - start
+        want = int(self.plan.want[piece])
+        return int(np.prod(self.plan.length[piece])) * self.kinds[want].itemsize
+
+    def _read_flat(self, task: _Task, reader: Reader, out: Bytes) -> None:
+        """Read straight into the destination; blocks that reach beyond it pass through scratch memory."""
+        found = self.checks[task.file]
+        low, high = task.start, task.stop
+        if found is not None and found.algorithm == "xxh3-64":
+            whole = sums.inside(found, task.start, task.stop)
+            if not whole:
+                self._read_scattered(task, reader)
+                return
+            low, high = int(found.start[whole[0]]), int(found.stop[whole[-1]])
+        for start, stop in sums.steps(found, low, high, VERIFY_BYTES):
+            part = out[start - task.start : stop - task.start]
+            reader.read_into(start, part)
+            self._verify(task, start, part)
+        for start, stop in ((task.start, low), (high, task.stop)):
+            if start < stop:
+                edge = _Task(task.file, start, stop, stop, [(task.segments[0][0], start, stop)])
+                self._read_scattered(edge, reader)
+
+    def _read_scattered(self, task: _Task, reader: Reader) -> None:
+        """Read into scratch memory, verify, copy out."""
+        found = self.checks[task.file]
+        low, high = (task.start, task.stop) if found is None else sums.widen(found, task.start, task.stop)
+        data = self._scratch(low, high - low)
+        for start, stop in sums.steps(found, low, high, VERIFY_BYTES):
+            part = data[start - low : stop - low]
+            reader.read_into(start, part)
+            self._verify(task, start, part)
+        self._scatter(task, data[task.start - low : task.stop - low], task.start)
+
+    def _scratch(self, start: int, nbytes: int) -> Bytes:
+        """This thread's buffer, placed so that memory and file have equal alignment."""
+        skew = start % self.catalog.store.alignment
+        buffer: Bytes | None = getattr(self.scratch, "buffer", None)
+        if buffer is None or len(buffer) < nbytes + skew:
+            buffer = self.scratch.buffer = aligned(max(nbytes + skew, TASK_BYTES + (1 << 20)))
+        return buffer[skew : skew + nbytes]
+
+    def _verify(self, task: _Task, start: int, data: Bytes) -> None:
+        found = self.checks[task.file]
+        if found is None:
+            return
+        wrong: int | None = None
+        if found.algorithm == "xxh3-64":
+            wrong = next(sums.mismatches(found, start, data), None)
+        elif start + data.nbytes > task.fresh:
+            skip = max(0, task.fresh - start)
+            wrong = self.ledgers[task.file].add(start + skip, data[skip:])
+        if wrong is not None:
+            low, high = int(found.start[wrong]), int(found.stop[wrong])
+            raise ChecksumError(
+                self._path(task.file), low, high, tensors_at(self.catalog, task.file, low, high), found.algorithm
+            )
+
+    def _path(self, file: int) -> str:
+        return f"{self.catalog.store.url}/{self.catalog.files[file].path}"
+
+    # -- scatter -------------------------------------------------------------------------------------------------
+
+    def _scatter(self, task: _Task, data: Bytes, origin: int) -> None:
+        for piece, start, stop in task.segments:
+            part = data[start - origin : stop - origin]
+            if self.flat[piece]:
+                self._flat_dest(piece, start, stop)[:] = part
+            else:
+                self._copy_box(piece, part)
+
+    def _flat_dest(self, piece: int, start: int, stop: int) -> Bytes:
+        """The bytes of the destination that bytes [start, stop) of the file go to."""
+        want = int(self.plan.want[piece])
+        image = self.bytes_of.get(want)
+        if image is None:
+            image = self.bytes_of[want] = self.dest[want].reshape(-1).view(torch.uint8).numpy()
+        at = self._dest_start(piece, want) + start - int(self.plan.start[piece])
+        return image[at : at + stop - start]
+
+    def _dest_start(self, piece: int, want: int) -> int:
+        stride = row_major(self.plan.wants.length[want : want + 1])[0]
+        items = ((self.plan.offset[piece] - self.plan.wants.offset[want]) * stride).sum()
+        return int(items) * self.kinds[want].itemsize
+
+    def _copy_box(self, piece: int, data: Bytes) -> None:
+        want = int(self.plan.want[piece])
+        kind, table = self.kinds[want], self.catalog.fragments
+        ndim = self.dest[want].dim()
+        fragment = self.plan.fragment[piece : piece + 1]
+        stride = row_major(table.length[fragment]) if table.stride is None else table.stride[fragment]
+        size = self.plan.length[piece, :ndim].tolist()
+        source = _typed(data, kind).as_strided(size, stride[0, :ndim].tolist())
+        low = (self.plan.offset[piece] - self.plan.wants.offset[want])[:ndim].tolist()
+        target = self.dest[want]
+        for d, (at, n) in enumerate(zip(low, size, strict=True)):
+            target = target.narrow(d, at, n)
+        if target.dtype == kind.torch and kind.itemsize in WIDTH:
+            width = WIDTH[kind.itemsize]  # move bits: copies between some exotic dtypes are not implemented
+            source, target = source.view(width), target.view(width)
+        target.copy_(source)
+
+
+def _flat(plan: ReadPlan, flat_dest: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """(K,) whether a piece is contiguous both in the file and in its destination."""
+    if not len(plan.want):
+        return np.zeros(0, dtype=bool)
+    stride: Ints = row_major(plan.wants.length[plan.want])
+    dense = ((plan.length == 1) | (stride == row_major(plan.length))).all(axis=1)
+    return plan.contiguous & dense & flat_dest[plan.want]
+
+
+def _typed(data: Bytes, kind: DType) -> torch.Tensor:
+    """Bytes as a flat tensor of a dtype; copied when they are not aligned for it."""
+    usable = data[: data.nbytes // kind.itemsize * kind.itemsize]
+    if usable.ctypes.data % kind.itemsize or not usable.flags.writeable:
+        usable = usable.copy()
+    return torch.from_numpy(usable).view(kind.torch)
+
+
+def tensors_at(catalog: Catalog, file: int, start: int, stop: int) -> list[str]:
+    """Names of the tensors that have bytes in [start, stop) of a file."""
+    table = catalog.fragments
+    rows = np.flatnonzero(table.file == file)
+    size = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.int64)[table.tensor[rows]]
+    stride = row_major(table.length[rows]) if table.stride is None else table.stride[rows]
+    end = table.start[rows] + (((table.length[rows] - 1) * stride).sum(axis=1) + 1) * size
+    hit = rows[(table.start[rows] < stop) & (end > start)]
+    return [catalog.tensors[i].name for i in np.unique(table.tensor[hit])]

@@ -1,0 +1,107 @@
+"""Parameters under fully sharded data parallel, read from where they live, without any gather.
+
+FSDP1 flattens the parameters of a module into one and gives each rank a range of it: its own bookkeeping says which
+elements of which parameter lie where. FSDP2 parameters are DTensors; they only have to be in their sharded state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _reshard
+
+from ucformat.errors import UnsupportedError
+from ucformat.reshard.leaf import Leaf
+from ucformat.reshard.placement import flat, whole
+
+_REPEATED = {ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}  # noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True)
+class FlatItem:
+    """One original parameter of a flat one."""
+
+    fqn: str
+    """Relative to the FSDP module, wrappers included."""
+    leaf: Leaf
+    """Its part of the flat shard."""
+    original: torch.Tensor | None
+    """With `use_orig_params`: the parameter that the optimizer has."""
+    own: Leaf | None
+    """How that parameter's own local tensor is placed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameter:
+    """The flat parameter of one FSDP1 module."""
+
+    parameter: torch.Tensor
+    items: tuple[FlatItem, ...]
+    aliases: dict[str, str]
+
+
+def reshard(module: nn.Module) -> None:
+    """Bring parameters that a forward pass left gathered back to their sharded state: that is what optimizers see."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    if isinstance(module, FullyShardedDataParallel):
+        handle = module._handle  # noqa: SLF001
+        if handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+            _reshard(module, handle, True)  # noqa: FBT003
+
+
+def is_flat(tensor: object) -> bool:
+    """Whether `tensor` is a flat parameter itself."""
+    return bool(getattr(tensor, "_is_flat_param", False)) or hasattr(tensor, "_shard_param_infos")
+
+
+def flat_parameters(module: nn.Module) -> Iterator[FlatParameter]:
+    """The flat parameter of an FSDP1 module; nothing for others.
+
+    Raises UnsupportedError for parameters that were no plain contiguous tensors when they were flattened.
+    """
+    if not isinstance(module, FullyShardedDataParallel):
+        return
+    handle = module._handle  # noqa: SLF001  # FSDP1 has no public view of its shards that does not gather
+    if handle is None:
+        return
+    parameter: Any = handle.flat_param
+    local = parameter.detach()
+    repeated = module.sharding_strategy in _REPEATED
+    originals = parameter._params if parameter._params is not None else [None] * len(parameter._fqns)  # noqa: SLF001
+    items = []
+    for i, (fqn, info) in enumerate(zip(parameter._fqns, parameter._shard_param_infos, strict=True)):  # noqa: SLF001
+        _refuse_unusual(parameter, i, fqn)
+        shape = tuple(parameter._shapes[i])  # noqa: SLF001
+        start, count, at = (info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard) if info.in_shard else (0, 0, 0)
+        part = flat(shape, start, start + count, local.numel(), at, replicated=repeated)
+        own = None
+        if originals[i] is not None:
+            if handle.uses_sharded_strategy:
+                placed = flat(shape, start, start + count, count, replicated=repeated)
+            else:
+                placed = whole(shape)
+            own = Leaf(shape, local.dtype, ((originals[i].detach(), placed),))
+        items.append(FlatItem(fqn, Leaf(shape, local.dtype, ((local, part),)), originals[i], own))
+    yield FlatParameter(parameter, tuple(items), _tied(parameter))
+
+
+def _refuse_unusual(parameter: Any, i: int, fqn: str) -> None:
+    if parameter._param_extensions[i] is not None:  # noqa: SLF001
+        raise UnsupportedError(fqn, "FSDP1 over tensor parallel parameters: use fully_shard (FSDP2) instead")
+    if not parameter._contiguities[i]:  # noqa: SLF001
+        raise UnsupportedError(fqn, "FSDP1 flattened it in another memory order than row-major: make it contiguous before wrapping")
+
+
+def _tied(parameter: Any) -> dict[str, str]:
+    """Tied fqn → the fqn that the flat parameter knows the tensor by."""
+    out = {}
+    for name, _, module, primary_name, _, primary_module in parameter._shared_param_infos:  # noqa: SLF001
+        primary = f"{primary_module}.{primary_name}" if primary_module else primary_name
+        out[f"{module}.{name}" if module else name] = primary
+    return out

@@ -1,0 +1,115 @@
+"""Putting stored values where live ones are: into the same memory and the same containers where that can be."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ucformat import values
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Stands in a tree of stored state for the tensor `name`: not read yet, or read in place."""
+
+    name: str
+
+
+class Stateful(Protocol):
+    """Schedulers, samplers, loaders: whatever gives its state and takes it back."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+def is_stateful(x: object) -> TypeGuard[Stateful]:
+    return not isinstance(x, type) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+
+
+def pending(tree: object) -> Iterator[str]:
+    """Names of all that is pending in a joined tree."""
+    if isinstance(tree, Pending):
+        yield tree.name
+    elif isinstance(tree, values.RankLocal):
+        yield from pending(tree.values)
+    elif isinstance(tree, values.Opaque):
+        yield from pending(tree.state)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from pending(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from pending(item)
+
+
+def assign(live: Any, new: object) -> object:
+    """`new` in the place of `live`, which keeps its identity if it is a container, or a tensor of the same shape and dtype.
+
+    Returns what has to stand there now. Objects with state get it back; what is pending was read in place and stays.
+    """
+    if isinstance(new, Pending):
+        return live
+    if isinstance(live, torch.Tensor) and not isinstance(live, DTensor):
+        return _assign_tensor(live, new)
+    if isinstance(live, np.ndarray) and isinstance(new, np.ndarray) and live.shape == new.shape and live.dtype == new.dtype:
+        live[...] = new
+        return live
+    if is_stateful(live):
+        restore_state(live, new)
+        return live
+    if type(live) in {dict, OrderedDict} and type(new) in {dict, OrderedDict}:
+        fresh = {key: assign(live.get(key), item) for key, item in new.items()}  # type: ignore[attr-defined]  # a dict
+        live.clear()
+        live.update(fresh)
+        return live
+    if type(live) is list and type(new) is list:
+        live[:] = [assign(a, b) for a, b in zip(live, new, strict=True)] if len(live) == len(new) else new
+        return live
+    if type(live) is tuple and type(new) is tuple and len(live) == len(new):
+        return tuple(assign(a, b) for a, b in zip(live, new, strict=True))
+    return new
+
+
+def _assign_tensor(live: torch.Tensor, new: object) -> object:
+    with torch.no_grad():
+        if isinstance(new, torch.Tensor) and new.shape == live.shape and new.dtype == live.dtype:
+            return live.copy_(new)
+        if type(new) in {int, float, bool} and live.numel() == 1:
+            return live.fill_(new)  # type: ignore[arg-type]  # a number
+    return new
+
+
+def exact(state: Any) -> Any:
+    """A state that `state_dict` gave, in types that values have: counters, default dicts and deques become plain."""
+    if isinstance(state, (Counter, defaultdict)) or type(state) is dict:
+        return {key: exact(item) for key, item in state.items()}
+    if isinstance(state, deque):
+        return [exact(item) for item in state]
+    if type(state) in {list, tuple}:
+        return type(state)(exact(item) for item in state)
+    return state
+
+
+def restore_state(item: Stateful, stored: object) -> None:
+    """Hand `stored` to `load_state_dict`, in the container types that the object itself uses."""
+    item.load_state_dict(_like(item.state_dict(), stored))
+
+
+def _like(live: Any, stored: Any) -> Any:
+    """The inverse of `exact`, with the live state as the pattern."""
+    if isinstance(stored, dict) and isinstance(live, dict):
+        items = {key: _like(live.get(key), item) for key, item in stored.items()}
+        if isinstance(live, Counter):
+            return Counter(items)
+        return defaultdict(live.default_factory, items) if isinstance(live, defaultdict) else type(stored)(items)
+    if isinstance(stored, list) and isinstance(live, deque):
+        return deque(stored, live.maxlen)
+    if type(stored) in {list, tuple} and type(live) is type(stored) and len(live) == len(stored):
+        return type(stored)(_like(a, b) for a, b in zip(live, stored, strict=True))
+    return stored

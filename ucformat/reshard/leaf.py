@@ -1,0 +1,159 @@
+"""One tensor of the live state in the terms of its logical tensor: shape, dtype, and which parts the rank has where.
+
+Every kind of tensor that a state may hold becomes a `Leaf` here (flat parameters of FSDP1 in `fsdp`, Megatron's in
+`megatron`). Leaves share memory with the state: what is read from them is saved, what is written into them is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ucformat.errors import UnrepresentableError, UnsupportedError
+from ucformat.reshard.placement import Cut, Placed, flat, grid, shard, whole
+from ucformat.reshard.wrappers import FlatShard, Shard
+
+Part = tuple[torch.Tensor, Placed]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A live tensor, or one of the logical tensors that a flat parameter holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    """Local tensors and how they are placed; with a `frame`, one tensor whose placement is a first guess."""
+    frame: DTensor | None = None
+    """The DTensor whose placements the one local tensor follows. Its sizes may need settling with other ranks."""
+    checked: bool = False
+    """Meant to be equal on all ranks that hold it, and nothing but a check can tell."""
+    name: str | None = None
+    """The name of the tensor, when its place in the state does not tell."""
+    loose: bool = False
+    """May be stored with another global shape (padded vocabularies): the common corner is loaded, the rest is zero."""
+
+
+def is_tensor(x: object) -> bool:
+    """What `leaf` takes, numpy arrays apart."""
+    return isinstance(x, (torch.Tensor, Shard, FlatShard)) or _is_sharded_tensor(x)
+
+
+def leaf(x: object, at: str, *, checked: bool = True) -> Leaf:
+    """The leaf of a tensor of any kind. `at` is its path, for messages.
+
+    Raises UnsupportedError for tensors without plain bytes (meta, sparse, quantised, wrapper subclasses) and pending sums.
+    """
+    if isinstance(x, DTensor):
+        return spread(x, local_of(x, at), at)
+    if isinstance(x, Shard):
+        local = plain(x.tensor, at)
+        return _single(local, shard(x.global_shape, x.offsets, local.shape))
+    if isinstance(x, FlatShard):
+        local = plain(x.tensor, at)
+        return _single(local, flat(x.global_shape, x.start, x.start + local.numel(), local.numel()))
+    if _is_sharded_tensor(x):
+        return _sharded_tensor(x, at)
+    if isinstance(x, np.ndarray):
+        return _single(_array(x, at), whole(x.shape), checked=checked)
+    assert isinstance(x, torch.Tensor)
+    local = plain(x, at)
+    return _single(local, whole(local.shape), checked=checked)
+
+
+def _single(local: torch.Tensor, placed: Placed, *, checked: bool = False) -> Leaf:
+    return Leaf(placed.shape, local.dtype, ((local, placed),), checked=checked)
+
+
+def plain(tensor: torch.Tensor, at: str) -> torch.Tensor:
+    """`tensor` detached, sharing its memory. Raises UnsupportedError when it has no bytes of its own."""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise UnrepresentableError(at, f"tensor subclass {kind}", "give the plain tensors that it is made of")
+    if tensor.is_meta:
+        raise UnsupportedError(at, "a tensor on the meta device has no bytes: materialise it first (to_empty)")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnrepresentableError(at, f"{tensor.layout} {'quantised ' if tensor.is_quantized else ''}tensor")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnrepresentableError(at, "lazily conjugated or negated view", "call resolve_conj().resolve_neg() on it")
+    return tensor.detach()
+
+
+def local_of(tensor: DTensor, at: str) -> torch.Tensor:
+    """The local tensor of a DTensor, after any collective that is still under way."""
+    with torch.no_grad():
+        local = tensor.to_local()
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()
+    return plain(local, at)
+
+
+def spread(frame: DTensor, local: torch.Tensor, at: str) -> Leaf:
+    """The leaf of `local`, a tensor that is sharded as `frame` is."""
+    shape = tuple(frame.shape)
+    coordinate = frame.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return Leaf(shape, local.dtype, ())
+    sizes = mesh_shape(frame)
+    placed = grid(shape, cuts(frame, coordinate, at), replicated=replicated(frame, sizes))
+    return Leaf(shape, local.dtype, ((local, placed),), frame=frame)
+
+
+def mesh_shape(frame: DTensor) -> tuple[int, ...]:
+    return tuple(frame.device_mesh.mesh.shape)
+
+
+def replicated(frame: DTensor, sizes: Sequence[int]) -> bool:
+    """Whether some mesh axis of more than one rank repeats the tensor."""
+    return any(p.is_replicate() and n > 1 for p, n in zip(frame.placements, sizes, strict=True))
+
+
+def shard_axes(frame: DTensor, at: str) -> list[int]:
+    """Mesh dimensions that shard the tensor, in the order in which they do.
+
+    Left to right, unless the DTensor says otherwise (`shard_order` of newer torch). Raises UnsupportedError for pending sums.
+    """
+    if any(p.is_partial() for p in frame.placements):
+        raise UnsupportedError(at, f"a DTensor with placements {frame.placements} is a pending sum: redistribute it first")
+    axes = [axis for axis, p in enumerate(frame.placements) if not p.is_replicate()]
+    order = getattr(frame._spec, "shard_order", None) or ()  # noqa: SLF001  # has no public face yet
+    named = [axis for entry in order for axis in entry.mesh_dims]
+    return named if sorted(named) == axes else axes
+
+
+def cuts(frame: DTensor, coordinate: Sequence[int], at: str) -> list[Cut]:
+    """The placements of a DTensor as cuts, seen from one mesh coordinate."""
+    sizes = mesh_shape(frame)
+    out = []
+    for axis in shard_axes(frame, at):
+        placement = frame.placements[axis]
+        dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+        if dim is None:
+            raise UnsupportedError(at, f"a DTensor with the placement {placement} is not known: redistribute it first")
+        out.append(Cut(dim % max(len(frame.shape), 1), sizes[axis], coordinate[axis], factor))
+    return out
+
+
+def _array(x: np.ndarray, at: str) -> torch.Tensor:  # type: ignore[type-arg]  # of any dtype
+    """A tensor that shares the array's memory, or a copy when it can't be written anyway."""
+    if not x.flags.writeable or any(step < 0 for step in x.strides):
+        return torch.from_numpy(x.copy())
+    return torch.from_numpy(x)
+
+
+def _is_sharded_tensor(x: object) -> bool:
+    """The older ShardedTensor of torch.distributed._shard, recognised without importing it."""
+    return hasattr(x, "local_shards") and hasattr(x, "sharding_spec")
+
+
+def _sharded_tensor(x: object, at: str) -> Leaf:
+    size = tuple(x.size())  # type: ignore[attr-defined]
+    parts: list[Part] = []
+    for piece in x.local_shards():  # type: ignore[attr-defined]
+        local = plain(piece.tensor, at)
+        parts.append((local, shard(size, piece.metadata.shard_offsets, piece.metadata.shard_sizes)))
+    return Leaf(size, x.dtype, tuple(parts))  # type: ignore[attr-defined]

@@ -1,0 +1,150 @@
+"""Which boxes of a logical tensor a local tensor holds, and where in the local tensor they lie.
+
+Works on numbers alone: mesh shape, coordinate and placements in, boxes out. A dimension sharded over several mesh
+axes, or by a strided shard (FSDP2 over TP), is a list of runs of indices; the boxes are the product of the runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ucformat.box import Box, flat_range
+
+Run = tuple[int, int]
+"""(first index, count) of consecutive indices of one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One box of the logical tensor, and where it lies in the local one."""
+
+    box: Box
+    at: Box | int
+    """A box of the local tensor, or the position in a flat (1-D) one from which it lies row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How a local tensor of shape `local` lies in the logical tensor of `shape`."""
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    held: tuple[Held, ...]
+    """No empty boxes."""
+    replicated: bool = False
+    """Other ranks are known to hold the same boxes."""
+
+    def views(self, local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Each box with the view of `local` (of the local shape, any strides) that holds it."""
+        for held in self.held:
+            if isinstance(held.at, Box):
+                yield held.box, local[held.at.slices]
+            else:
+                yield held.box, local[held.at : held.at + held.box.volume].view(held.box.length)
+
+
+def whole(shape: Sequence[int]) -> Placed:
+    """The local tensor is the logical one, and any rank may hold it."""
+    box = Box.whole(shape)
+    return Placed(tuple(shape), tuple(shape), (Held(box, box),) if box.volume else (), replicated=True)
+
+
+def shard(shape: Sequence[int], offset: Sequence[int], length: Sequence[int], *, replicated: bool = False) -> Placed:
+    """The local tensor is one box."""
+    box = Box(tuple(offset), tuple(length))
+    held = (Held(box, Box.whole(box.length)),) if box.volume else ()
+    return Placed(tuple(shape), box.length, held, replicated)
+
+
+def flat(shape: Sequence[int], start: int, stop: int, local: int, at: int = 0, *, replicated: bool = False) -> Placed:
+    """Elements [start, stop) of the row-major order lie from position `at` on in a 1-D tensor of `local` elements."""
+    held = []
+    for box in flat_range(shape, start, stop):
+        held.append(Held(box, at))
+        at += box.volume
+    return Placed(tuple(shape), (local,), tuple(held), replicated)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis cuts dimension `dim` into `parts`, of which this rank has number `index`.
+
+    With `factor` above 1 the cut is strided: the dimension is first cut into `factor` blocks, each of them into
+    `parts`, and the rank has its part of every block.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    factor: int = 1
+
+
+def grid(shape: Sequence[int], cuts: Sequence[Cut], *, replicated: bool = False) -> Placed:
+    """Apply `cuts` in order, each to what the ones before left, cutting as `torch.chunk` does."""
+    runs: list[list[Run]] = [[(0, n)] if n else [] for n in shape]
+    for cut in cuts:
+        pieces: list[Run] = []
+        for block in range(cut.factor):
+            pieces += _chunk(_chunk(runs[cut.dim], cut.factor, block), cut.parts, cut.index)
+        runs[cut.dim] = _merge(pieces)
+    local = tuple(sum(count for _, count in dim) for dim in runs)
+    return Placed(tuple(shape), local, tuple(_boxes(runs)), replicated)
+
+
+def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[Held]:
+    """The product of the runs of each dimension, in row-major order of the local tensor."""
+    located = [list(_locate(dim)) for dim in runs]
+    for choice in itertools.product(*located):
+        length = tuple(count for _, count, _ in choice)
+        yield Held(Box(tuple(first for first, _, _ in choice), length), Box(tuple(at for _, _, at in choice), length))
+
+
+def _locate(runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+    at = 0
+    for first, count in runs:
+        yield first, count, at
+        at += count
+
+
+def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
+    """Part `index` of the indices in `runs`, sizes as `torch.chunk` makes them: all but the last equal, then empty ones."""
+    total = sum(count for _, count in runs)
+    size = -(-total // parts)
+    start, stop = min(size * index, total), min(size * (index + 1), total)
+    out: list[Run] = []
+    for first, count, at in _locate(runs):
+        lo, hi = max(start, at), min(stop, at + count)
+        if lo < hi:
+            out.append((first + lo - at, hi - lo))
+    return out
+
+
+def _merge(runs: Sequence[Run]) -> list[Run]:
+    out: list[Run] = []
+    for first, count in runs:
+        if out and sum(out[-1]) == first:
+            out[-1] = (out[-1][0], out[-1][1] + count)
+        else:
+            out.append((first, count))
+    return out
+
+
+def clip(placed: Placed, shape: Sequence[int]) -> Placed:
+    """What of `placed` (unflattened boxes) lies in a logical tensor of another `shape` that starts at the same corner."""
+    held = []
+    for item in placed.held:
+        inside = item.box.intersect(Box.whole(shape))
+        if inside is not None and isinstance(item.at, Box):
+            at = tuple(a + i - o for a, i, o in zip(item.at.offset, inside.offset, item.box.offset, strict=True))
+            held.append(Held(inside, Box(at, inside.length)))
+    return Placed(tuple(shape), placed.local, tuple(held), placed.replicated)
+
+
+def volume(placed: Placed) -> int:
+    """Elements of the logical tensor that are held."""
+    return sum(math.prod(held.box.length) for held in placed.held)

@@ -1,0 +1,130 @@
+"""DTensors whose shards are not the sizes that `torch.chunk` gives: `DTensor.from_local` with sizes of the user's own.
+
+Such a rank's offset depends on the others' sizes, and sometimes each rank believes in another global shape. All ranks
+compare notes in one small exchange, and only when any of them has such a tensor, in a second one about just these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from ucformat.errors import RankFailedError, UnsupportedError
+from ucformat.group import Group
+from ucformat.reshard.leaf import Leaf, mesh_shape, replicated, shard_axes
+from ucformat.reshard.placement import Placed, shard
+
+MeshKey = tuple[int, ...]
+"""The ranks of a mesh, in mesh order, after the mesh's own shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank says of its shard of a DTensor."""
+
+    mesh: MeshKey
+    sizes: tuple[int, ...]
+    """Shape of the mesh."""
+    coordinate: tuple[int, ...]
+    axes: tuple[tuple[int, int], ...]
+    """(mesh axis, tensor dimension) of every cut, in order."""
+    strided: bool
+    shape: tuple[int, ...]
+    """Global shape as this rank believes."""
+    local: tuple[int, ...]
+    regular: bool
+    replicated: bool
+
+
+def claim(leaf: Leaf) -> Claim:
+    """The claim of a leaf that has a frame and a part."""
+    frame = leaf.frame
+    assert frame is not None
+    mesh = frame.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    axes = shard_axes(frame, "")
+    sizes = mesh_shape(frame)
+    local, placed = leaf.parts[0]
+    return Claim(
+        mesh=(*sizes, *mesh.mesh.flatten().tolist()),
+        sizes=sizes,
+        coordinate=tuple(coordinate),
+        axes=tuple((axis, frame.placements[axis].dim) for axis in axes),  # type: ignore[attr-defined]  # every cut has one
+        strided=any(getattr(frame.placements[axis], "split_factor", 1) > 1 for axis in axes),
+        shape=leaf.shape,
+        local=tuple(local.shape),
+        regular=tuple(local.shape) == placed.local,
+        replicated=replicated(frame, sizes),
+    )
+
+
+def settle(claims: Mapping[str, Claim], error: Exception | None, group: Group) -> dict[str, Placed]:
+    """The placements of those tensors that are uneven on any rank; empty when there is none. Every rank calls.
+
+    `error` is what went wrong on this rank before: it is raised here after all ranks have met, as RankFailedError on the others.
+    Raises UnsupportedError when the shards don't add up.
+    """
+    odd = [name for name, mine in claims.items() if not mine.regular]
+    told = group.all_gather((None if error is None else f"{type(error).__name__}: {error}", odd, _digests(claims)))
+    if error is not None:
+        raise error
+    failures = {rank: message for rank, (message, _, _) in enumerate(told) if message is not None}
+    if failures:
+        raise RankFailedError("collecting the state", failures)
+    suspects = {name for _, names, _ in told for name in names}
+    for key in _disputed([digests for _, _, digests in told]):
+        suspects.update(name for name, mine in claims.items() if mine.mesh == key)
+    if not any(names for _, names, _ in told) and not _disputed([digests for _, _, digests in told]):
+        return {}
+    every = group.all_gather({name: claims[name] for name in sorted(suspects) if name in claims})
+    out = {}
+    for name in sorted(suspects & claims.keys()):
+        mine = claims[name]
+        held = [c[name] for c in every if name in c and c[name].mesh == mine.mesh]
+        if any(not c.regular or c.shape != mine.shape for c in held):
+            out[name] = _place(name, mine, held)
+    return out
+
+
+def _digests(claims: Mapping[str, Claim]) -> dict[MeshKey, str]:
+    """Per mesh, what this rank believes of the global shapes of the tensors on it."""
+    told: dict[MeshKey, list[str]] = {}
+    for name in sorted(claims):
+        told.setdefault(claims[name].mesh, []).append(f"{name}{claims[name].shape}")
+    return {key: blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() for key, lines in told.items()}
+
+
+def _disputed(told: Sequence[Mapping[MeshKey, str]]) -> list[MeshKey]:
+    seen: dict[MeshKey, set[str]] = {}
+    for digests in told:
+        for key, digest in digests.items():
+            seen.setdefault(key, set()).add(digest)
+    return sorted(key for key, digests in seen.items() if len(digests) > 1)
+
+
+def _place(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
+    """Where `mine` lies when shards follow each other in mesh order, each of the size that it has."""
+    if mine.strided:
+        raise UnsupportedError(name, "a DTensor with strided shards of uneven sizes: redistribute it first")
+    offset, shape = [0] * len(mine.local), list(mine.local)
+    for dim in {dim for _, dim in mine.axes}:
+        axes = [axis for axis, cut in mine.axes if cut == dim]
+        line = {_along(c, axes): c.local[dim] for c in held if _aside(c, axes) == _aside(mine, axes)}
+        if len(line) != math.prod(mine.sizes[axis] for axis in axes):
+            raise UnsupportedError(name, "not every rank of its mesh holds a shard of this DTensor: all must save it together")
+        offset[dim] = sum(n for at, n in line.items() if at < _along(mine, axes))
+        shape[dim] = sum(line.values())
+    if len({c.shape for c in held}) == 1 and tuple(shape) != mine.shape:
+        raise UnsupportedError(name, f"the shards of this DTensor make up {shape}, its global shape is {list(mine.shape)}")
+    return shard(shape, offset, mine.local, replicated=mine.replicated)
+
+
+def _along(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(c.coordinate[axis] for axis in axes)
+
+
+def _aside(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(at for axis, at in enumerate(c.coordinate) if axis not in axes)

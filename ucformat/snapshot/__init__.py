@@ -1,0 +1,1 @@
+"""Snapshots of running training: not built yet."""
