@@ -13,17 +13,19 @@ import pytest
 import safetensors
 import torch
 from numpy.typing import NDArray
-from specs.generate import SCHEMA, text
 
-from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record, safetensors as read_header
+from specs.generate import SCHEMA, text
+from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record
+from tests.spec_reader import safetensors as read_header
 from ucformat import values
 from ucformat.box import Box, flat_range
 from ucformat.catalog import Notes, TensorSpec
-from ucformat.dtypes import DTYPES
+from ucformat.dtypes import DTYPES, from_torch
 from ucformat.formats import native
 from ucformat.formats.target import Target, WriteJob
 from ucformat.reshard.fill import TensorFill
 from ucformat.storage import open_store
+from ucformat.values_json import TAGS
 
 SPEC = SCHEMA.with_name("format.md").read_text()
 
@@ -31,7 +33,7 @@ SPEC = SCHEMA.with_name("format.md").read_text()
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Any bits, also those that are no number."""
     kind = DTYPES[dtype]
-    out = kind.empty(shape)
+    out: torch.Tensor = kind.empty(shape)
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 2 if dtype == "BOOL" else 256, (out.numel() * kind.itemsize,), dtype=torch.uint8, generator=generator)
     out.view(-1).view(torch.uint8).copy_(raw)
@@ -53,6 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     """A native checkpoint with all that the format has: its directory, tensors, and values."""
     tensors = {f"model/{name}": random_tensor(name, (7, 6, 12), i) for i, name in enumerate(DTYPES)}
     tensors |= {
+        "__metadata__": random_tensor("I16", (5,), 99),
         "model/zero-d": random_tensor("F32", (), 100),
         "model/empty": random_tensor("BF16", (0, 4), 101),
         "model/whole": random_tensor("BF16", (300, 1000), 102),
@@ -62,10 +65,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     whole = {"model/zero-d", "model/empty", "model/whole", *(f"model/{name}" for name in DTYPES if name.startswith("F6"))}
     targets, views = [], []
     for name, x in tensors.items():
-        kind = next(d for d in DTYPES if f"model/{d}" == name) if name.split("/")[1] in DTYPES else None
-        spec = TensorSpec(
-            name, kind or ("F32" if x.dtype == torch.float32 else "BF16" if x.dtype == torch.bfloat16 else "U8"), tuple(x.shape)
-        )
+        kind = name.removeprefix("model/")
+        spec = TensorSpec(name, kind if kind in DTYPES else from_torch(x.dtype).name, tuple(x.shape))
         for box in [Box.whole(spec.shape)] if name in whole else tiles(spec.shape):
             targets.append(Target(spec, box))
             views.append(x[box.slices])
@@ -98,7 +99,7 @@ def test_every_example_of_ucf_json_in_the_specification_is_valid() -> None:
 
 def test_every_example_of_a_value_decodes_to_what_the_specification_says() -> None:
     rows = re.findall(r"^\| `(\{.*?\})` \| `(.*?)` \|", SPEC, re.MULTILINE)
-    assert {next(iter(json.loads(row[0]))) for row in rows} == values.TAGS
+    assert {next(iter(json.loads(row[0]))) for row in rows} == TAGS
     for written_as, python in rows:
         names = {"torch": torch, "np": np, **vars(values)} | {
             m: __import__(m) for m in ("math", "pathlib", "argparse", "collections")
@@ -147,7 +148,7 @@ def check(found: tuple[str, NDArray[np.void]], x: torch.Tensor) -> None:
 def test_any_safetensors_reader_opens_the_shards_and_the_index(
     written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
 ) -> None:
-    root, tensors, _ = written
+    root, _, _ = written
     seen: set[str] = set()
     for path in [root / "index.safetensors", *(root / "shards").iterdir()]:
         with safetensors.safe_open(str(path), framework="np") as file:

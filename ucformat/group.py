@@ -34,6 +34,14 @@ class Group:
         dist.all_gather_object(items, item, group=self.process_group)
         return [x for x in items]  # type: ignore[misc]  # every slot was filled by its rank
 
+    def gather(self, item: T) -> list[T]:
+        """Every rank's item, in rank order, on rank 0; an empty list elsewhere."""
+        if self.size == 1:
+            return [item]
+        items: list[T | None] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(item, items, group=self.process_group, group_dst=0)
+        return [x for x in items or []]  # type: ignore[misc]  # every slot was filled by its rank
+
     def broadcast(self, item: T) -> T:
         """Rank 0's item on every rank."""
         if self.size == 1:

@@ -7,8 +7,10 @@ digests; its own digest covers the record in it. specs/format.md is the normativ
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,14 +21,25 @@ from ucformat.box import Ints
 from ucformat.catalog import MAX_BYTES, FragmentTable, TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError, VersionError
-from ucformat.formats.safetensors_header import build_header
+from ucformat.formats.safetensors_header import LENGTH_BYTES, build_header, parse_header
 from ucformat.shard import Count, Digest, ShardRecord, hex_digest
 from ucformat.storage import Store, safe_path
 
 VERSION = "1.0"
 MANIFEST = "ucf.json"
 _DTYPE_CODES = sorted(DTYPES)
-_UNSIGNED = {"U8": np.dtype("<u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8")}
+_UNSIGNED: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
+    "U8": np.dtype("<u1"),
+    "U16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "U64": np.dtype("<u8"),
+}
+
+_COLUMNS = frozenset(
+    [f"tensor.{key}" for key in ("name", "name_bytes", "dtype", "ndim", "shape", "fragments")]
+    + [f"fragment.{key}" for key in ("shard", "start", "offset", "length")]
+)
+"""Others may be added by later minor versions, and are ignored."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -89,7 +102,7 @@ def decode_record(data: bytes, file: str) -> Record:
         envelope = msgspec.json.decode(data, type=Envelope)
     except msgspec.DecodeError as error:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
-    if envelope.ucf.split(".")[0] != VERSION.split(".")[0]:
+    if envelope.ucf.split(".", 1)[0] != VERSION.split(".", 1)[0]:
         raise VersionError(file, envelope.ucf, VERSION)
     raw = bytes(envelope.record)
     if hex_digest(raw) != envelope.digest:
@@ -99,8 +112,8 @@ def decode_record(data: bytes, file: str) -> Record:
         record = msgspec.json.decode(raw, type=Record)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
-    for listed in (record.index, *record.shards, *record.companions):
-        safe_path(listed.file, file)
+    for path in (record.index.file, *(shard.file for shard in record.shards), *(item.file for item in record.companions)):
+        safe_path(path, file)
     _check_sizes(record, file)
     return record
 
@@ -138,7 +151,8 @@ def build_index(tensors: Sequence[TensorSpec], table: FragmentTable) -> bytes:
     `tensors` are sorted by name. Rows are put in order of tensor and box here.
     """
     ndim = table.offset.shape[1]
-    order = np.lexsort((*(table.offset[:, d] for d in reversed(range(ndim))), table.tensor))
+    keys: list[NDArray[Any]] = [*(table.offset[:, d] for d in reversed(range(ndim))), table.tensor]
+    order = np.lexsort(keys)
     names = [spec.name.encode() for spec in tensors]
     columns: dict[str, NDArray[np.generic]] = {
         "tensor.name": np.frombuffer(b"".join(names), dtype=np.uint8),
@@ -188,7 +202,7 @@ def read_index(store: Store, record: Record) -> Index:
 def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
     """Tensors and fragments from the bytes of an index, checked against the shards of `record`."""
     try:
-        columns, dtypes = _columns(data)
+        columns, dtypes = _columns(data, where)
         tensors = _tensors(columns, dtypes)
         table = _table(columns, tensors)
     except (KeyError, ValueError, IndexError, TypeError) as error:
@@ -197,19 +211,16 @@ def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
     return Index(tensors, table)
 
 
-def _columns(data: NDArray[np.uint8]) -> tuple[dict[str, NDArray[np.generic]], list[str]]:
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    if 8 + length > len(data):
-        raise ValueError(f"header of {length} bytes is cut off")
-    header = msgspec.json.decode(data[8 : 8 + length].tobytes(), type=dict[str, dict[str, object]])
-    note = msgspec.json.decode(str(header.pop("__metadata__")["ucf"]), type=dict[str, object])
+def _columns(data: NDArray[np.uint8], where: str) -> tuple[dict[str, NDArray[np.generic]], list[str]]:
+    """The known columns, as views of `data`, and the names that dtype codes stand for."""
+    raw = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")].tobytes()
+    header = parse_header(where, where, raw, len(data))
+    note = msgspec.json.decode(header.metadata["ucf"], type=dict[str, object])
     dtypes = msgspec.convert(note["dtypes"], type=list[str])
     columns: dict[str, NDArray[np.generic]] = {}
-    for name, entry in header.items():
-        dtype = _UNSIGNED[str(entry["dtype"])]
-        shape = msgspec.convert(entry["shape"], type=list[int])
-        start, stop = msgspec.convert(entry["data_offsets"], type=tuple[int, int])
-        columns[name] = data[8 + length + start : 8 + length + stop].view(dtype).reshape(shape)
+    for entry in header.entries:
+        if entry.name in _COLUMNS:
+            columns[entry.name] = data[entry.start : entry.stop].view(_UNSIGNED[entry.dtype]).reshape(entry.shape)
     return columns, dtypes
 
 
@@ -218,31 +229,39 @@ def _ints(column: NDArray[np.generic]) -> Ints:
 
 
 def _tensors(columns: dict[str, NDArray[np.generic]], dtypes: list[str]) -> tuple[TensorSpec, ...]:
-    text = columns["tensor.name"].tobytes()
-    ends = np.cumsum(_ints(columns["tensor.name_bytes"])).tolist()
-    names = [text[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    if any(b <= a for a, b in zip(names, names[1:], strict=False)):
+    text, shape = columns["tensor.name"].tobytes(), _ints(columns["tensor.shape"]).tolist()
+    names = [text[a:b].decode() for a, b in _cuts(columns["tensor.name_bytes"], len(text))]
+    if any(b <= a for a, b in pairwise(names)):
         raise ValueError("tensor names are not sorted or not unique")
-    shape = _ints(columns["tensor.shape"]).tolist()
-    cuts = np.cumsum(_ints(columns["tensor.ndim"])).tolist()
-    codes = _ints(columns["tensor.dtype"]).tolist()
-    specs = tuple(
+    codes = columns["tensor.dtype"]
+    if codes.size and not 0 <= int(codes.max()) < len(dtypes):
+        raise ValueError("a dtype code without a name")
+    if set(dtypes) - DTYPES.keys():
+        raise ValueError(f"unknown dtypes {sorted(set(dtypes) - DTYPES.keys())}")
+    return tuple(
         TensorSpec(name, dtypes[code], tuple(shape[a:b]))
-        for name, code, a, b in zip(names, codes, [0, *cuts[:-1]], cuts, strict=True)
+        for name, code, (a, b) in zip(names, codes.tolist(), _cuts(columns["tensor.ndim"], len(shape)), strict=True)
     )
-    unknown = {spec.dtype for spec in specs} - DTYPES.keys()
-    if unknown:
-        raise ValueError(f"unknown dtypes {sorted(unknown)}")
-    return specs
+
+
+def _cuts(counts: NDArray[np.generic], total: int) -> Iterator[tuple[int, int]]:
+    """Where parts of so many items begin and end. Raises ValueError unless they make up `total`."""
+    ends = [0, *accumulate(counts.tolist())]
+    if ends[-1] != total:
+        raise ValueError(f"columns of {total} items are said to have {ends[-1]}")
+    return pairwise(ends)
 
 
 def _table(columns: dict[str, NDArray[np.generic]], tensors: Sequence[TensorSpec]) -> FragmentTable:
     counts = _ints(columns["tensor.fragments"])
     if ((counts < 0) | (counts > columns["fragment.shard"].size)).any() or counts.sum() != columns["fragment.shard"].size:
         raise ValueError("tensors and fragments do not count up")  # before memory is taken for what they claim
+    shards = _ints(columns["fragment.shard"])
+    if ((shards < 0) | (shards > np.iinfo(np.int32).max)).any():
+        raise ValueError("a shard number beyond any count of files")
     table = FragmentTable(
         np.repeat(np.arange(len(tensors), dtype=np.int32), counts),
-        columns["fragment.shard"].astype(np.int32),
+        shards.astype(np.int32),
         _ints(columns["fragment.start"]),
         _ints(columns["fragment.offset"]),
         _ints(columns["fragment.length"]),

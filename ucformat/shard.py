@@ -107,7 +107,7 @@ def lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes:
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i][0].kind.itemsize, pieces[i][0].name, pieces[i][1].offset))
     header_entries: list[tuple[str, str, list[int]]] = []
     notes: dict[str, Entry] = {}
-    keys: set[str] = set()
+    keys = {"__metadata__"}  # not free for a tensor of that name
     sizes = np.zeros(len(order), dtype=np.int64)
     for at, i in enumerate(order):
         spec, box = pieces[i]
@@ -115,7 +115,7 @@ def lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes:
             raise UnrepresentableError(spec.name, "tensor", f"names that start with {RESERVED!r} are reserved")
         kind, whole = spec.kind, box.length == spec.shape
         key = spec.name if whole else f"{spec.name}{box}"
-        while key in keys or (key != spec.name and key == spec.name):
+        while key in keys:
             key += "'"
         keys.add(key)
         if not whole or key != spec.name or kind.stored != kind.name:
@@ -211,7 +211,7 @@ def read_pieces(store: Store, path: str, known: str) -> tuple[Header, ShardNote,
         raise FormatError(where, "has no ucf metadata: not a shard", 0, header.data_start) from None
     except msgspec.DecodeError as error:
         raise FormatError(where, f"malformed ucf metadata: {error}", 0, header.data_start) from error
-    if note.version.split(".")[0] != known.split(".")[0]:
+    if note.version.split(".", 1)[0] != known.split(".", 1)[0]:
         raise FormatError(where, f"shard of format version {note.version}, expected {known}", 0, header.data_start)
     pieces = []
     for entry in header.entries:

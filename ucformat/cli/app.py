@@ -15,7 +15,7 @@ from ucformat.cli.convert import convert
 from ucformat.cli.diff import diff
 from ucformat.cli.inspect import inspect
 from ucformat.cli.reindex import reindex
-from ucformat.cli.screen import is_leader, sweep_up, tell_error
+from ucformat.cli.screen import is_leader, listen, sweep_up, tell_error
 from ucformat.cli.verify import verify
 from ucformat.errors import UcformatError
 
@@ -78,6 +78,7 @@ def run(argv: Sequence[str]) -> int:
     args = [arg for arg in argv if arg != "--debug"]
     if args and args[0] not in (*VERBS, *_OWN):
         args.insert(0, "convert")
+    listen()
     try:
         app(args=args, prog_name="ucconvert")
     except SystemExit as stop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,13 +18,13 @@ _NAMES_SHOWN = 6
 
 
 def convert(
-    src: str = typer.Argument(help="Checkpoint to read: a directory, a file, or an fsspec URL."),
-    dst: str = typer.Argument(help="Where to write. It appears only when complete."),
+    src: str = typer.Argument(metavar="SRC", help="Checkpoint to read: a directory, a file, or an fsspec URL."),
+    dst: str = typer.Argument(metavar="DST", help="Where to write. It appears only when complete."),
     to: str = typer.Option(..., "--to", "-t", help="Format to write: native, hf, dcp, torchsave."),
-    dtype: Optional[str] = typer.Option(None, help="Convert the model's floating-point tensors: bf16, fp16, fp32, fp64."),
-    select: Optional[list[str]] = typer.Option(None, help="Only names that match this glob, as `model/*`. Repeatable."),
-    exclude: Optional[list[str]] = typer.Option(None, help="Not names that match this glob. Repeatable."),
-    layout: Optional[str] = typer.Option(None, help="Cut for a mesh, one file per rank: `dp=2,tp=4` or a JSON rule file."),
+    dtype: str | None = typer.Option(None, help="Convert the model's floating-point tensors: bf16, fp16, fp32, fp64."),
+    select: list[str] | None = typer.Option(None, help="Only names that match this glob, as `model/*`. Repeatable."),
+    exclude: list[str] | None = typer.Option(None, help="Not names that match this glob. Repeatable."),
+    layout: str | None = typer.Option(None, help="Cut for a mesh, one file per rank: `dp=2,tp=4` or a JSON rule file."),
     max_file_size: str = typer.Option("4GiB", help="Largest file of an output that is split into several."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the checkpoint at DST."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be read and written; write nothing."),
@@ -55,7 +55,7 @@ def convert(
     if dry_run:
         _tell_plan(conversion, json)
         return
-    with progress(f"{conversion.job.notes.origin} → {to}", -(-conversion.written_bytes // group.size)) as advance:
+    with progress(f"{conversion.read_as} → {to}", -(-conversion.written_bytes // group.size)) as advance:
         report = run(conversion, group, lambda done, total: advance(done))
     _tell_report(conversion, report, json)
 
@@ -79,7 +79,7 @@ def _tell_report(conversion: Conversion, report: Report, json: bool) -> None:
         return
     speed = bytes_text(report.written_bytes / max(report.seconds, 1e-6))
     say(
-        f"{conversion.job.notes.origin} → {conversion.to}: {count_text(report.tensors, 'tensor')}, "
+        f"{conversion.read_as} → {conversion.to}: {count_text(report.tensors, 'tensor')}, "
         f"{bytes_text(report.written_bytes)} in {report.seconds:.1f} s ({speed}/s) to {conversion.dst}"
     )
     _tell_rest(conversion)
@@ -109,9 +109,8 @@ def _tell_plan(conversion: Conversion, json: bool) -> None:
             }
         )
         return
-    say(
-        f"would read {bytes_text(conversion.read_bytes)} from {count_text(len(conversion.reads), 'file')} of {conversion.source.url}"
-    )
+    files = count_text(len(conversion.reads), "file")
+    say(f"would read {bytes_text(conversion.read_bytes)} from {files} of {conversion.source.url}")
     for share in conversion.reads:
         say(f"  {share.path}: {bytes_text(share.nbytes)} of {bytes_text(share.size)}")
     writes = conversion.writes()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import typer
 
 from ucformat.cli.screen import bytes_text, count_text, is_leader, progress, remark, say, say_json
@@ -12,14 +10,14 @@ _SHOWN = 50  # differences printed; --json prints all
 
 
 def diff(
-    a: str = typer.Argument(help="One checkpoint, of any format."),
-    b: str = typer.Argument(help="The other, of any format."),
-    atol: Optional[float] = typer.Option(None, min=0.0, help="Absolute tolerance; bit for bit without it and --rtol."),
-    rtol: Optional[float] = typer.Option(None, min=0.0, help="Relative tolerance."),
+    a: str = typer.Argument(metavar="A", help="One checkpoint, of any format."),
+    b: str = typer.Argument(metavar="B", help="The other, of any format."),
+    atol: float | None = typer.Option(None, min=0.0, help="Absolute tolerance; bit for bit without it and --rtol."),
+    rtol: float | None = typer.Option(None, min=0.0, help="Relative tolerance."),
     ignore_dtype: bool = typer.Option(False, "--ignore-dtype", help="Compare numbers across dtypes."),
     values: bool = typer.Option(False, "--values", help="Compare what is no tensor, too: step, hyper-parameters…"),
-    select: Optional[list[str]] = typer.Option(None, help="Only names that match this glob. Repeatable."),
-    exclude: Optional[list[str]] = typer.Option(None, help="Not names that match this glob. Repeatable."),
+    select: list[str] | None = typer.Option(None, help="Only names that match this glob. Repeatable."),
+    exclude: list[str] | None = typer.Option(None, help="Not names that match this glob. Repeatable."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Compare two checkpoints: names, dtypes, shapes and values.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import numpy as np
 import typer
@@ -38,8 +38,8 @@ class TensorRow:
 
 
 def inspect(
-    path: str = typer.Argument(help="Checkpoint of any format."),
-    select: Optional[list[str]] = typer.Option(None, help="Only names that match this glob. Repeatable."),
+    path: str = typer.Argument(metavar="PATH", help="Checkpoint of any format."),
+    select: list[str] | None = typer.Option(None, help="Only names that match this glob. Repeatable."),
     limit: int = typer.Option(400, min=0, help="Largest number of tensors to print; 0 means all."),
     fragments: bool = typer.Option(False, "--fragments", help="Print every fragment: file, byte offset, box."),
     values: bool = typer.Option(False, "--values", help="Print what is no tensor."),
@@ -49,16 +49,17 @@ def inspect(
 
     Reads metadata only, whatever the size of the checkpoint.
     """
-    from ucformat.formats import open_catalog
+    from ucformat.formats import open_named
     from ucformat.reshard.convert import chooser
 
     if not is_leader():
         return
-    catalog = open_catalog(path).filter(chooser(select or (), ()))
+    name, catalog = open_named(path)
+    catalog = catalog.filter(chooser(select or (), ()))
     if json:
-        say_json(_document(path, catalog, fragments))
+        say_json(_document(path, name, catalog, fragments))
         return
-    _tell_head(path, catalog)
+    _tell_head(path, name, catalog)
     for line in _tree(list(_rows(catalog, fragments)), limit):
         say(line)
     for alias, name in sorted(catalog.aliases.items()):
@@ -83,14 +84,15 @@ def _rows(catalog: Catalog, boxes: bool) -> Iterator[TensorRow]:
         yield TensorRow(spec.name, spec.dtype, list(spec.shape), spec.nbytes, int(count[index]), held)
 
 
-def _document(path: str, catalog: Catalog, fragments: bool) -> dict[str, object]:
+def _document(path: str, name: str, catalog: Catalog, fragments: bool) -> dict[str, object]:
     import msgspec
 
     from ucformat.values import encode
 
     return {
         "path": path,
-        "format": catalog.notes.origin,
+        "format": name,
+        "origin": catalog.notes.origin,
         "step": catalog.notes.step,
         "mesh": catalog.notes.mesh,
         "nbytes": catalog.nbytes,
@@ -103,9 +105,9 @@ def _document(path: str, catalog: Catalog, fragments: bool) -> dict[str, object]
     }
 
 
-def _tell_head(path: str, catalog: Catalog) -> None:
+def _tell_head(path: str, name: str, catalog: Catalog) -> None:
     notes = catalog.notes
-    facts = [notes.origin or "unknown format"]
+    facts = [name if notes.origin in ("", name) else f"{name} (converted from {notes.origin})"]
     facts += [] if notes.step is None else [f"step {notes.step}"]
     facts += [f"mesh {'×'.join(f'{axis}{size}' for axis, size in notes.mesh.items())}"] if notes.mesh else []
     facts += [

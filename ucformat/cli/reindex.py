@@ -7,7 +7,7 @@ import typer
 from ucformat.cli.screen import count_text, is_leader, say
 
 
-def reindex(path: str = typer.Argument(help="Native checkpoint whose index is lost or damaged.")) -> None:
+def reindex(path: str = typer.Argument(metavar="PATH", help="Native checkpoint whose index is lost or damaged.")) -> None:
     """Rebuild the index of a native checkpoint from its shards.
 
     The result has to be the index that was committed, byte for byte.

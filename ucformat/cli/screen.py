@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -40,6 +41,21 @@ def remark(text: str) -> None:
     """Something the user should know, on standard error."""
     if is_leader():
         typer.echo(f"note: {text}", err=True)
+
+
+class _Notes(logging.Handler):
+    """What the library logs as a warning is a remark here."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        remark(record.getMessage())
+
+
+def listen() -> None:
+    """Show the library's warnings as remarks."""
+    log = logging.getLogger("ucformat")
+    if not any(isinstance(handler, _Notes) for handler in log.handlers):
+        log.addHandler(_Notes(logging.WARNING))
+        log.propagate = False
 
 
 def tell_error(error: Exception, expected: bool) -> None:

@@ -10,19 +10,19 @@ _TENSORS_SHOWN = 4
 
 
 def verify(
-    path: str = typer.Argument(help="Checkpoint of any format."),
+    path: str = typer.Argument(metavar="PATH", help="Checkpoint of any format."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Check every checksum and the coverage of every tensor.
 
     Lists all damage with file, byte range and the tensors that it hits; exit status 1 when there is any.
     """
-    from ucformat.formats import open_catalog
+    from ucformat.formats import open_named
     from ucformat.reshard.verify import verify as check
 
     if not is_leader():
         return
-    catalog = open_catalog(path)
+    name, catalog = open_named(path)
     done = 0
     with progress("verify", sum(file.size for file in catalog.files)) as advance:
 
@@ -41,12 +41,10 @@ def verify(
             where = f"{damage.file}{place}: " if damage.file else ""
             say(f"{where}{damage.what}{f'; damages {shown}' if shown and damage.file else ''}")
         if result.unchecked:
-            remark(
-                f"{catalog.notes.origin} has no checksums for {count_text(len(result.unchecked), 'file')}: structure only was checked"
-            )
+            files = count_text(len(result.unchecked), "file")
+            remark(f"{name} has no checksums for {files}: only the structure was checked")
         verdict = "ok" if result.ok else f"DAMAGED: {count_text(len(result.damages), 'finding')}"
-        say(
-            f"{verdict}: {count_text(result.tensors, 'tensor')}, {bytes_text(result.nbytes)}, {bytes_text(result.checked)} checksummed"
-        )
+        size = f"{bytes_text(result.nbytes)}, {bytes_text(result.checked)} checksummed"
+        say(f"{verdict}: {count_text(result.tensors, 'tensor')}, {size}")
     if not result.ok:
         raise typer.Exit(1)

@@ -38,9 +38,15 @@ def detect(source: Source) -> ModuleType:
 
 def open_catalog(url: str) -> Catalog:
     """The catalog of a checkpoint of any format. Reads metadata only."""
+    return open_named(url)[1]
+
+
+def open_named(url: str) -> tuple[str, Catalog]:
+    """The name of a checkpoint's format, and its catalog (whose notes may name an earlier origin)."""
     source = locate(url)
-    catalog: Catalog = detect(source).open_catalog(source)
-    return catalog
+    module = detect(source)
+    catalog: Catalog = module.open_catalog(source)
+    return str(module.NAME), catalog
 
 
 def writer(name: str) -> Callable[[WriteJob], None]:

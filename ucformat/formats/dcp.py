@@ -17,6 +17,7 @@ from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
 from ucformat.formats.dcp_items import Item, open_items
 from ucformat.formats.dcp_metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
+from ucformat.formats.dcp_write import write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical
@@ -24,6 +25,8 @@ from ucformat.safepickle import RefusedTensor, StoredTensor, to_values
 from ucformat.torchzip import checks_of
 
 NAME = "dcp"
+__all__ = ["NAME", "detect", "open_catalog", "write"]
+
 _MAX_HOLES = 1000  # list items that vanished because they were empty dicts
 
 
@@ -168,10 +171,3 @@ def _collapse(node: object) -> object:
     if min(numbers, default=0) < 0 or length > len(numbers) + _MAX_HOLES:
         raise FormatError(FILE, f"a list of {length} items of which {len(numbers)} are stored")
     return [_collapse(numbers[i]) if i in numbers else {} for i in range(length)] if numbers else {}
-
-
-def write(job: Any) -> None:
-    """See `dcp_write.write`."""
-    from ucformat.formats.dcp_write import write as write_dcp
-
-    write_dcp(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,14 +82,14 @@ def read_metadata(store: Store) -> Metadata:
             blobs.append(Chunk(key, (), ()))
         else:
             tensors.append(_tensor(key, entry))
-    wanted = {chunk: place for chunk, place in _matched(tensors, blobs, places)}
+    wanted = dict(_matched(tensors, blobs, places))
     return Metadata(tuple(tensors), tuple(blobs), wanted, _paths(fields.get("planner_data")))
 
 
 _Index = tuple[str, "tuple[int, ...] | None"]
 
 
-def _matched(tensors: list[StoredKey], blobs: list[Chunk], places: dict[_Index, Place]) -> Any:
+def _matched(tensors: list[StoredKey], blobs: list[Chunk], places: dict[_Index, Place]) -> Iterator[tuple[Chunk, Place]]:
     """Chunks with their places; a chunk without one is left to the planner, which reports what is uncovered."""
     for tensor in tensors:
         for chunk in tensor.chunks:
@@ -166,8 +167,8 @@ def _paths(planned: object) -> dict[str, tuple[str | int, ...]]:
     """The default planner's data; other planners keep what they like there, and then keys are names as they are."""
     if not isinstance(planned, dict):
         return {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for key, path in planned.items():
-        if isinstance(key, str) and isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path):
-            paths[key] = path
-    return paths
+    return {key: path for key, path in planned.items() if isinstance(key, str) and _is_path(path)}
+
+
+def _is_path(path: object) -> bool:
+    return isinstance(path, tuple) and bool(path) and all(type(part) in (str, int) for part in path)

@@ -45,7 +45,8 @@ def open_catalog(source: Source) -> Catalog:
     """
     files = deepspeed_files.discover(source)
     if 0 not in files.model:
-        raise MissingFileError(f"{files.store.url}/zero_pp_rank_0_mp_rank_00_model_states.pt", "the model file of rank 0 is missing")
+        first = f"{files.store.url}/zero_pp_rank_0_mp_rank_00_model_states.pt"
+        raise MissingFileError(first, "the model file of rank 0 is missing")
     opened = Opened(files.store)
     tree = mapping(opened.trees([files.model[0]])[0], files.model[0], "the model file")
     _refuse(tree, files)
@@ -94,7 +95,8 @@ def _open_ranks(opened: Opened, files: RankFiles, tree: Mapping[Any, Any]) -> li
     world, url = _count(tree, "dp_world_size"), files.store.url
     if not files.optim:
         if files.sliced or tree.get("param_shapes"):
-            raise MissingFileError(f"{url}/zero_pp_rank_0_mp_rank_00_optim_states.pt", "the optimizer files of this ZeRO run are missing")
+            first = f"{url}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            raise MissingFileError(first, "the optimizer files of this ZeRO run are missing")
         return []
     told_by = "the model file (dp_world_size)"
     if not world:
@@ -106,9 +108,8 @@ def _open_ranks(opened: Opened, files: RankFiles, tree: Mapping[Any, Any]) -> li
     ranks = [parse(contents, path) for contents, path in zip(opened.trees(paths), paths, strict=True)]
     for rank in ranks:
         if any(count != world for count in rank.counts):
-            raise FormatError(
-                rank.path, f"partitioned over {sorted(set(rank.counts))} ranks, and {told_by} says {world}: left over from another run?"
-            )
+            found = f"partitioned over {sorted(set(rank.counts))} ranks"
+            raise FormatError(rank.path, f"{found}, and {told_by} says {world}: left over from another run?")
         if rank.sliced != files.sliced:
             raise FormatError(rank.path, "of another ZeRO stage than the model file: left over from another run?")
     return ranks

@@ -101,7 +101,7 @@ def discover(source: Source) -> RankFiles:
         )
     sliced = any(found["dp"] is not None for _, found in model)
     if not model:
-        raise MissingFileError(f"{store.url}/mp_rank_00_model_states.pt", "the model file is missing, the optimizer files are there")
+        raise MissingFileError(f"{store.url}/mp_rank_00_model_states.pt", "the model file of the optimizer files is missing")
     models = _by_rank(store.url, model, "model")
     optims = _by_rank(store.url, optim, "optimizer")
     if sliced and None in {found["dp"] for _, found in model}:
@@ -130,7 +130,8 @@ def _by_rank(url: str, found: Sequence[tuple[str, re.Match[str]]], kind: str) ->
     for name, match in sorted(found, key=lambda item: int(item[1]["dp"] or 0)):
         rank = int(match["dp"] or 0)
         if rank in by_rank and match["dp"] is not None:
-            raise FormatError(f"{url}/{name}", f"a second {kind} file of rank {rank} beside {by_rank[rank]}: left over from another run")
+            second = f"a second {kind} file of rank {rank} beside {by_rank[rank]}"
+            raise FormatError(f"{url}/{name}", f"{second}: left over from another run? move one away")
         by_rank[rank] = name
     return by_rank
 

@@ -107,8 +107,10 @@ def starts_of_slices(lengths: Sequence[int], total: int) -> list[int] | None:
 class Geometry(Protocol):
     """How one group's parameters lie in the ranks' flat buffers."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Parameters by name, in order."""
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameters by name, in order."""
+        ...
 
     def runs(self, lengths: Sequence[int]) -> list[list[Run]] | None:
         """What each rank holds, when its buffer has `lengths[rank]` elements; None when buffers of this group can't."""

@@ -6,7 +6,6 @@ placeholders for the weights, which then exist only as master weights in the opt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats import deepspeed_plain, deepspeed_zero
 from ucformat.formats.deepspeed_flat import ParameterSlices
-from ucformat.formats.deepspeed_open import Opened, dense, state, weight
+from ucformat.formats.deepspeed_open import Opened, dense, numel, state, weight
 from ucformat.formats.deepspeed_optim import RankOptim, flat_tensor, mapping
 from ucformat.formats.deepspeed_zero import OptimizerState, Shapes, shape_dict, shapes_of
 from ucformat.safepickle import StoredTensor
@@ -102,13 +101,13 @@ def _tied(model: Model) -> dict[str, str]:
     for alias, owner in model.shared.items():
         same = alias in tensors and owner in tensors and tensors[alias].shape == tensors[owner].shape
         # DeepSpeed compares addresses, and all empty tensors have the same
-        if same and alias not in trained and math.prod(tensors[alias].shape):
+        if same and alias not in trained and numel(tensors[alias]):
             aliases[alias] = owner
     owners: dict[tuple[object, ...], str] = {}
     for name in sorted(tensors, key=lambda name: name not in trained):
         tensor = tensors[name]
         place = (tensor.file, tensor.start, tensor.dtype, tensor.shape, tensor.stride)
-        if name in aliases or not math.prod(tensor.shape):
+        if name in aliases or not numel(tensor):
             continue
         if place in owners and name not in trained:
             aliases[name] = owners[place]
@@ -132,9 +131,9 @@ def add_sliced(
     frozen = shape_dict(model.tree.get("frozen_param_shapes") or {}, model.file, "frozen_param_shapes")
     known = {*trained, *frozen}
     aliases = {alias: owner for alias, owner in model.shared.items() if alias not in known and owner in known}
-    whole = {name for name in trained if name in tensors and tensors[name].shape == trained[name] and math.prod(trained[name])}
+    whole = {name for name in trained if name in tensors and tensors[name].shape == trained[name] and numel(tensors[name])}
     for name, tensor in tensors.items():
-        if name in whole or name in model.buffers or (name not in {*known, *aliases} and math.prod(tensor.shape)):
+        if name in whole or name in model.buffers or (name not in {*known, *aliases} and numel(tensor)):
             opened.tensor(weight(name), tensor)
         elif name not in known and name not in aliases:
             opened.remarks.append(f"{name!r} is an empty placeholder whose weight is not in the checkpoint")
@@ -163,13 +162,13 @@ def _add_frozen(opened: Opened, frozen: Shapes, trees: Sequence[Mapping[Any, Any
     for name, shape in frozen.items():
         parts: list[StoredTensor] = []
         for rank, tree in enumerate(trees):
-            where = f"rank {rank}'s model file"
-            parts.append(flat_tensor(mapping(tree.get("frozen_param_fragments"), where, "frozen_param_fragments").get(name), where, name))
-        spread = ParameterSlices({name: shape}).runs([part.shape[0] for part in parts])
+            where = f"the model file of rank {rank}"
+            fragments = mapping(tree.get("frozen_param_fragments"), where, "frozen_param_fragments")
+            parts.append(flat_tensor(fragments.get(name), where, f"frozen {name!r}"))
+        lengths = [part.shape[0] for part in parts]
+        spread = ParameterSlices({name: shape}).runs(lengths)
         if spread is None:
-            raise FormatError(
-                parts[0].file, f"frozen {name!r} of shape {list(shape)} is held in slices of {[part.shape[0] for part in parts][:16]}"
-            )
+            raise FormatError(parts[0].file, f"frozen {name!r} of shape {list(shape)} is held in slices of {lengths[:16]}")
         opened.builder.tensor(weight(name), parts[0].dtype, shape)
         for part, runs in zip(parts, spread, strict=True):
             opened.runs(weight, part, runs)

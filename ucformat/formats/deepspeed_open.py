@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -49,7 +50,8 @@ class Opened:
         with ThreadPoolExecutor(_THREADS) as pool:
             loaded = list(pool.map(load, paths))
         for path, (_, file) in zip(paths, loaded, strict=True):
-            self._ids[path] = self.builder.file(file)
+            if path not in self._ids:
+                self._ids[path] = self.builder.file(file)
         return [tree for tree, _ in loaded]
 
     def tensor(self, name: str, stored: StoredTensor) -> None:
@@ -79,13 +81,16 @@ class Opened:
 
         def read(tensor: StoredTensor) -> bytes:
             start = tensor.start
-            size = DTYPES[tensor.dtype].itemsize
-            for n in tensor.shape:
-                size *= n
-            return self.store.read(tensor.file, start, start + size)
+            return self.store.read(tensor.file, start, start + numel(tensor) * DTYPES[tensor.dtype].itemsize)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(read, stored))
+
+
+def numel(tensor: StoredTensor) -> int:
+    """Items of a tensor."""
+    shape: tuple[int, ...] = tensor.shape
+    return math.prod(shape)
 
 
 def dense(value: object, file: str, what: str) -> StoredTensor | None:

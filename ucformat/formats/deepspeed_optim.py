@@ -125,7 +125,7 @@ def _sliced_evenly(body: Mapping[Any, Any], file: str) -> RankOptim:
     return RankOptim(
         file,
         sliced=False,
-        groups=[FlatGroup(flat_tensor(master, file, f"fp32 weights of group {g}"), states[g]) for g, master in enumerate(masters)],
+        groups=_flat_groups(masters, states, file),
         counts=_partition_count(body.get("partition_count"), file, number),
         param_groups=param_groups,
         members=[[g] for g in range(number)],
@@ -146,17 +146,19 @@ def _sliced(body: Mapping[Any, Any], file: str) -> RankOptim:
     return RankOptim(
         file,
         sliced=True,
-        groups=[
-            FlatGroup(
-                flat_tensor(master, file, f"fp32 weights of sub-group {i}"), mapping(by_index.get(i, {}), file, f"state of sub-group {i}")
-            )
-            for i, master in enumerate(masters)
-        ],
+        groups=_flat_groups(masters, [mapping(by_index.get(i, {}), file, f"state {i}") for i in range(len(masters))], file),
         counts=_partition_count(body.get("partition_count"), file, len(masters)),
         param_groups=param_groups,
         members=members,
         values={key: value for key, value in body.items() if key not in _SLICED_ENTRIES},
     )
+
+
+def _flat_groups(masters: Sequence[object], states: Sequence[Mapping[Any, Any]], file: str) -> list[FlatGroup]:
+    return [
+        FlatGroup(flat_tensor(master, file, f"fp32 weights of flat group {i}"), state)
+        for i, (master, state) in enumerate(zip(masters, states, strict=True))
+    ]
 
 
 def _partition_count(value: object, file: str, number: int) -> list[int]:

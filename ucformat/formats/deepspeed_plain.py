@@ -121,9 +121,9 @@ def _numbered(
         entries: list[Numbered] = []
         for i, index in enumerate(sequence(raw.get("params"), file, "params of a param group")):
             master = dense(held[g][i], file, f"master weight {index}") if held and g < len(held) and i < len(held[g]) else None
-            shaped = by_index.get(index, {})
-            shapes = [t.shape for t in shaped.values() if isinstance(t, StoredTensor) and t.shape] if isinstance(shaped, dict) else []
-            shape = master.shape if master else (shapes[0] if shapes and len(set(shapes)) == 1 else None)
+            state_of = mapping(by_index.get(index, {}), file, f"state {index}")
+            shapes = {t.shape for t in state_of.values() if isinstance(t, StoredTensor) and t.shape}
+            shape = master.shape if master else (shapes.pop() if len(shapes) == 1 else None)
             entries.append(Numbered(index, master, shape))
         groups.append(entries)
     return groups
@@ -233,9 +233,7 @@ def _head(opened: Opened, tensor: StoredTensor, items: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=kind.torch) if data else torch.empty(0, dtype=kind.torch)
 
 
-def _add_entry(
-    opened: Opened, name: str, entry: Numbered, held: Mapping[Any, Any], found: OptimizerState, file: str
-) -> None:
+def _add_entry(opened: Opened, name: str, entry: Numbered, held: Mapping[Any, Any], found: OptimizerState, file: str) -> None:
     """One parameter's master weight and state."""
     if entry.master is not None:
         opened.tensor(state(name, "fp32"), entry.master)

@@ -89,7 +89,7 @@ def _geometries(ranks: Sequence[RankOptim], shapes: Sequence[Shapes]) -> Sequenc
         if [slice_elements(group, world) for group in shapes] != sizes:
             spread = fill_buffers({name: shape for group in shapes for name, shape in group.items()}, sizes, world)
         if spread is None:
-            raise FormatError(first.path, f"its buffers of {sizes} elements are not filled by the {world}th parts of param_shapes")
+            raise FormatError(first.path, f"its buffers of {sizes} elements do not fit param_shapes over {world} ranks")
         return [ParameterSlices(group) for group in spread]
     if len(shapes) != len(first.groups):
         raise FormatError(first.path, f"{len(first.groups)} groups, and param_shapes has {len(shapes)}")
@@ -128,9 +128,7 @@ def _add_group(
         _add_state(opened, geometry, [group.state.get(key) for group in groups], str(key), ranks, g, found)
 
 
-def _add_flat(
-    opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor | None], name_of: Callable[[str], str]
-) -> bool:
+def _add_flat(opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor | None], name_of: Callable[[str], str]) -> bool:
     """Add state that is laid out like the weights; False when these tensors are not."""
     lengths = [0 if tensor is None else tensor.shape[0] for tensor in tensors]
     spread = geometry.runs(lengths)
@@ -208,9 +206,8 @@ def _same_step(steps: Sequence[object], ranks: Sequence[RankOptim]) -> None:
     """Files of one checkpoint were saved at one step."""
     for step, rank in zip(steps, ranks, strict=True):
         if step != steps[0]:
-            raise FormatError(
-                rank.path, f"optimizer state of step {step}, and {ranks[0].path} is of step {steps[0]}: left over from another save?"
-            )
+            other = f"{ranks[0].path} is of step {steps[0]}"
+            raise FormatError(rank.path, f"optimizer state of step {step}, and {other}: left over from another save?")
 
 
 def _param_groups(

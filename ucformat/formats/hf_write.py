@@ -8,6 +8,7 @@ the file says `{alias: name}`, as safetensors' own `save_model` does, and loader
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DATA_ALIGN = 8  # bytes; readers view the data in place, and no dtype is wider
 _RESERVED = ("__metadata__", "format")
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def write(job: WriteJob) -> None:
                 write_image(writer, file.image, job.fill, on_bytes=job.on_bytes)
 
     def commit(store: Store) -> None:
-        companions.carry(job.source, store)
+        for text in companions.carry(job.source, store):
+            _LOG.warning("%s", text)
         if len(files) > 1:
             store.put(INDEX, _index(files))
 

@@ -65,7 +65,13 @@ def read_header(store: Store, path: str) -> Header:
         raise FormatError(where, f"header length {length} is above the limit of {MAX_HEADER_BYTES}", 0, LENGTH_BYTES)
     if data_start > size:
         raise FormatError(where, f"header of {length} bytes is cut off: the file has {size}", LENGTH_BYTES, size)
-    tree = _parse(where, store.read(path, LENGTH_BYTES, data_start), data_start)
+    return parse_header(path, where, store.read(path, LENGTH_BYTES, data_start), size)
+
+
+def parse_header(path: str, where: str, raw: bytes, size: int) -> Header:
+    """The header whose JSON is `raw`, in a file of `size` bytes that messages call `where`. Raises FormatError."""
+    data_start = LENGTH_BYTES + len(raw)
+    tree = _parse(where, raw, data_start)
     metadata = _metadata(where, tree.pop("__metadata__", {}), data_start)
     entries = sorted((_entry(where, name, item, data_start, size) for name, item in tree.items()), key=_order)
     _prove_tiling(where, entries, data_start, size)

@@ -88,13 +88,16 @@ def in_order(job: WriteJob) -> dict[str, list[tuple[int, Target]]]:
     return pieces
 
 
-def torch_tree(job: WriteJob, leaves: Mapping[str, Any]) -> tuple[Nest, list[str]]:
-    """The state as torch programs nest it, tensors being `leaves` by name; and the paths of what was left out."""
+def torch_tree(job: WriteJob, leaves: Mapping[str, Any], *, exact: bool = False) -> tuple[Nest, list[str]]:
+    """The state as torch programs nest it, tensors being `leaves` by name; and the paths of what was left out.
+
+    `exact` is for DCP: see `torchstate.plain`, and its optimizers keep `param_names`.
+    """
     held = {**leaves, **{alias: leaves[name] for alias, name in job.aliases.items() if name in leaves}}
     kept = _without_missing(job.values, held)
     tree = values.join(kept if isinstance(kept, dict) else {}, held)
     dropped: list[str] = []
-    return plain(to_torch(cast(Nest, tree)), dropped), dropped
+    return plain(to_torch(cast(Nest, tree), param_names=exact), dropped, exact=exact), dropped
 
 
 def _without_missing(tree: Any, held: Mapping[str, Any]) -> Any:

@@ -102,7 +102,8 @@ def _unflatten(flat: Nest) -> Nest | None:
         name, _, leaf = rest.rpartition(".")
         if not name or name == "param_groups":
             return None
-        (states if kind == "state" else hyper).setdefault(name, {})[leaf] = value
+        if leaf != "param_names":  # the names are the keys
+            (states if kind == "state" else hyper).setdefault(name, {})[leaf] = value
     groups: list[Nest] = []
     for name, settings in hyper.items():
         for group in groups:
@@ -129,8 +130,11 @@ def _model_in_place(top: Nest, names: set[str], is_tensor: Callable[[object], bo
         top["model"] = {key: top.pop(key) for key in bare}
 
 
-def to_torch(tree: Nest) -> Nest:
-    """The nest with a canonical optimizer in torch's own form: {"state": {fqn: …}, "param_groups": […]}."""
+def to_torch(tree: Nest, *, param_names: bool = False) -> Nest:
+    """The nest with a canonical optimizer in torch's own form: {"state": {fqn: …}, "param_groups": […]}.
+
+    `param_names` adds that key to groups: optimizers made from named parameters have it, and DCP wants every key there is.
+    """
     held = tree.get("optimizer")
     if not isinstance(held, dict) or "state" in held:
         return tree
@@ -140,37 +144,46 @@ def to_torch(tree: Nest) -> Nest:
         return tree
     if not all(isinstance(state, dict) for state in states.values()) or not (groups == [] or _are_groups(groups)):
         return tree
+    if param_names:
+        groups = [{**group, "param_names": group["params"]} for group in groups]
     return {**tree, "optimizer": {"state": states, "param_groups": groups}}
 
 
-def plain(tree: Any, dropped: list[str], path: str = "") -> Any:
-    """The nest in types that `torch.load(weights_only=True)` accepts; what has none is left out and named in `dropped`.
+def plain(tree: Any, dropped: list[str], *, exact: bool, path: str = "") -> Any:
+    """The nest in types that torch programs load; what has none is left out and named in `dropped`.
 
-    Stand-ins of unknown classes are left out. Rank-local items become {"policy", "coords", "values"}. numpy scalars become
-    numbers, namespaces dicts, paths text, frozensets sets.
+    Stand-ins of unknown classes are left out. Rank-local items become {"policy", "coords", "values"}. Unless `exact`, the
+    result is what `torch.load(weights_only=True)` accepts: numpy scalars become numbers, namespaces dicts, paths text,
+    frozensets sets.
     """
+
+    def below(value: Any, key: object) -> Any:
+        return plain(value, dropped, exact=exact, path=f"{path}/{key}" if path else str(key))
+
     if isinstance(tree, dict):
-        kept = (
-            (key, plain(value, dropped, f"{path}/{key}")) for key, value in tree.items() if not _lost(value, dropped, path, key)
-        )
-        return type(tree)(kept)
+        return type(tree)((key, below(value, key)) for key, value in tree.items() if not _lost(value, dropped, path, key))
     if isinstance(tree, list) or type(tree) is tuple:
-        items = [None if _lost(value, dropped, path, i) else plain(value, dropped, f"{path}/{i}") for i, value in enumerate(tree)]
+        items = [None if _lost(value, dropped, path, i) else below(value, i) for i, value in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, (set, frozenset)):
-        return {plain(value, dropped, path) for value in tree}
     if isinstance(tree, argparse.Namespace):
-        return plain(vars(tree), dropped, path)
+        held = plain(vars(tree), dropped, exact=exact, path=path)
+        return argparse.Namespace(**held) if exact else held
     if isinstance(tree, RankLocal):
-        held = {"policy": tree.policy, "coords": list(tree.coords), "values": list(tree.values)}
-        return plain(held, dropped, path)
-    if isinstance(tree, np.generic):
-        return tree.item()
-    return str(tree) if isinstance(tree, pathlib.PurePath) else tree
+        told = {"policy": tree.policy, "coords": list(tree.coords), "values": list(tree.values)}
+        return plain(told, dropped, exact=exact, path=path)
+    return tree if exact else _simple(tree)
+
+
+def _simple(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return set(map(_simple, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, pathlib.PurePath) else value
 
 
 def _lost(value: object, dropped: list[str], path: str, key: object) -> bool:
     if isinstance(value, Opaque):
-        dropped.append(f"{path}/{key}".lstrip("/"))
+        dropped.append(f"{path}/{key}" if path else str(key))
         return True
     return False

@@ -6,8 +6,9 @@ becomes the value tree. `collect` is for saving; `restore` does the same walk to
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from ucformat.errors import UnrepresentableError, UnsupportedError, ValueConflic
 from ucformat.group import Group
 from ucformat.reshard import megatron, module, optim, uneven
 from ucformat.reshard.inplace import exact, is_stateful
-from ucformat.reshard.leaf import Leaf, Part, is_tensor, leaf
+from ucformat.reshard.leaf import Leaf, Part, is_tensor, leaf, plain
+from ucformat.reshard.placement import shard
 from ucformat.reshard.wrappers import RankLocalItem
 
 
@@ -36,7 +38,7 @@ class Piece:
     view: torch.Tensor
     """Of the box's shape, any strides and device; shares memory with the state."""
     replicated: bool
-    """Other ranks may hold the same box: plain tensors and Replicate placements."""
+    """Other ranks may hold the same box. False only where that can't be: replicas are then written once per rank."""
     checked: bool
     """Nothing but a comparison tells whether the ranks agree: plain tensors, module buffers apart (they may drift under DDP)."""
 
@@ -125,7 +127,7 @@ class Walker:
         optimizers = as_optimizers(x)
         if optimizers is None:
             return is_leafy(x)
-        self.named[id(x)] = [optim.named(optimizer, "/".join(at), self.owners) for optimizer in optimizers]
+        self.named[id(x)] = [optim.named(optimizer, values.join_name(*at), self.owners) for optimizer in optimizers]
         return True
 
     def split(self) -> tuple[Leaves, object]:
@@ -134,11 +136,11 @@ class Walker:
             self.prepare()
         _, self.coords = mesh_axes(_framed(self.state, self.found.values()))
         tree = {key: item for key, item in ((k, self.node(x, (str(k),))) for k, x in self.state.items()) if item is not _GONE}
-        for (top, key, shard), item in self.objects.items():
+        for (top, key, part), item in self.objects.items():
             inner = tree.setdefault(top, {})
             if not isinstance(inner, dict):
                 raise UnsupportedError(top, "sharded objects must stand in a dict")
-            inner.setdefault(key, {})[shard] = item
+            inner.setdefault(key, {})[part] = item
         rest, tensors = values.split(tree, lambda x: isinstance(x, Leaf))
         leaves = dict(self.fixed)
         for name, x in tensors.items():
@@ -164,7 +166,7 @@ class Walker:
             return self._megatron(x, kind, at)
         if is_stateful(x):
             return _GONE if self.loading else self.node(exact(x.state_dict()), at)
-        if isinstance(x, dict):
+        if type(x) in {dict, OrderedDict}:
             return self._dict(x, at)
         if type(x) in {list, tuple}:
             return type(x)(None if item is _GONE else item for item in (self.node(y, (*at, str(i))) for i, y in enumerate(x)))
@@ -174,12 +176,12 @@ class Walker:
         out = {key: item for key, item in ((k, self.node(y, (*at, str(k)))) for k, y in x.items()) if item is not _GONE}
         if x and not out:
             return _GONE
-        return type(x)(out) if type(x) is not dict else out
+        return type(x)(out)
 
     def _module(self, found: module.Found, at: tuple[str, ...]) -> dict[str, object]:
         out: dict[str, object] = dict(found.leaves)
         if not self.loading:
-            out.update((fqn, self.node(owner.get_extra_state(), (*at, fqn))) for fqn, owner in found.extra.items())
+            out.update((fqn, self.node(module.extra_state(owner), (*at, fqn))) for fqn, owner in found.extra.items())
         return out
 
     def _optimizers(self, items: list[optim.Named]) -> dict[str, object]:
@@ -204,9 +206,13 @@ class Walker:
             return self._own(exact(x.state_dict()), at)
         if is_tensor(x):
             if type(x) not in {torch.Tensor, nn.Parameter}:
-                raise UnsupportedError("/".join(at), f"a {type(x).__name__} is part of a whole, not rank-local: take its local tensor")
-            return leaf(x, "/".join(at), checked=False)
-        if isinstance(x, dict):
+                raise UnsupportedError(
+                    "/".join(at), f"a {type(x).__name__} is part of a whole, not rank-local: take its local tensor"
+                )
+            local = plain(x, "/".join(at))
+            place = shard(local.shape, [0] * local.dim(), local.shape)  # whole, but under a name that no other rank has
+            return Leaf(place.shape, local.dtype, ((local, place),))
+        if type(x) in {dict, OrderedDict}:
             return type(x)((key, self._own(item, (*at, str(key)))) for key, item in x.items())
         if type(x) in {list, tuple}:
             return type(x)(self._own(item, (*at, str(i))) for i, item in enumerate(x))
@@ -316,7 +322,9 @@ def _pieces(name: str, item: Leaf, specs: dict[str, TensorSpec]) -> list[Piece]:
 def _views(name: str, parts: Iterable[Part]) -> Iterable[tuple[Box, torch.Tensor, Any]]:
     for local, placed in parts:
         if tuple(local.shape) != placed.local:
-            raise UnsupportedError(name, f"a local tensor of shape {list(local.shape)} where its placement says {list(placed.local)}")
+            raise UnsupportedError(
+                name, f"a local tensor of shape {list(local.shape)} where its placement says {list(placed.local)}"
+            )
         for box, view in placed.views(local):
             yield box, view, placed
 

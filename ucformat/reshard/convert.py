@@ -26,7 +26,7 @@ from ucformat.group import Group
 from ucformat.reshard.fill import CatalogFill
 from ucformat.reshard.layout import Layout, cut
 from ucformat.reshard.plan import ReadPlan, plan, wants
-from ucformat.storage import open_store
+from ucformat.storage import Store, open_store
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes that `dtype=` converts, and converts to. Integers, flags and scaled low-precision numbers stay as they are."""
@@ -58,6 +58,8 @@ class Conversion:
     """What is to be done, decided and proven, with nothing written yet."""
 
     source: Source
+    read_as: str
+    """Format of the source."""
     dst: str
     to: str
     job: WriteJob
@@ -162,15 +164,18 @@ def prepare(
     if layout is not None and to not in _LAYOUTS:
         raise UnsupportedError(dst, f"a layout has no meaning in the format {to}: it is for {' and '.join(_LAYOUTS)}")
     source = locate(src)
-    catalog = formats.detect(source).open_catalog(source)
-    _check_destination(src, dst, overwrite)
+    reader = formats.detect(source)
+    catalog = reader.open_catalog(source)
+    store, file = _destination(dst, to)
+    _check_destination(src, dst, store, file, overwrite)
     kept, left_out = _choose(catalog, to, select, exclude, src)
     values, lost = _choose_values(kept, to, select, exclude)
     specs = _converted(kept.tensors, wanted_dtype)
     pieces, files = ([Target(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
     read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
     job = WriteJob(
-        store=open_store(dst),
+        store=store,
+        file=file,
         targets=pieces,
         fill=CatalogFill(kept, pieces, [target.name for target in pieces]),
         values=values,
@@ -181,7 +186,7 @@ def prepare(
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
     )
-    return Conversion(source, dst, to, job, _shares(read_plan), tuple(left_out), (*catalog.notes.remarks, *lost))
+    return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), tuple(left_out), (*catalog.notes.remarks, *lost))
 
 
 def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> Report:
@@ -221,11 +226,26 @@ def _dtype(name: str) -> str:
     return short
 
 
-def _check_destination(src: str, dst: str, overwrite: bool) -> None:
+def _destination(dst: str, to: str) -> tuple[Store, str | None]:
+    """The directory to be, or for `torchsave` the directory around the file to be, and its name.
+
+    An existing directory gets a file of the default name.
+    """
+    if to != "torchsave" or open_store(dst).list():
+        if to == "hf" and dst.endswith(".safetensors"):
+            raise UnsupportedError(dst, "hf is written as a directory: name that")
+        return open_store(dst), None
+    parent, _, name = dst.rstrip("/").rpartition("/")
+    return open_store(parent or ("/" if dst.startswith("/") else ".")), name
+
+
+def _check_destination(src: str, dst: str, store: Store, file: str | None, overwrite: bool) -> None:
     """Refuse to write where something is, unless it is a checkpoint that may be replaced."""
     if open_store(src).url == open_store(dst).url:
         raise UnsupportedError(dst, "source and destination are the same")
-    if not open_store(dst).list():
+    if file is not None or not store.list():
+        if file is not None and store.exists(file) and not overwrite:
+            raise ExistsError(dst)
         return
     if not overwrite:
         raise ExistsError(dst)

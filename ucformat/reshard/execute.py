@@ -136,7 +136,7 @@ class _Execution:
                 or start - task.stop > GAP_BYTES
                 or max(stop, task.stop) - task.start > TASK_BYTES
             ):
-                fresh = task.stop if task is not None and task.file == file else 0
+                fresh = max(task.stop, task.fresh) if task is not None and task.file == file else 0
                 tasks.append(task := _Task(file, start, stop, max(fresh, start)))
             task.stop = max(task.stop, stop)
             task.segments.append((piece, start, stop))

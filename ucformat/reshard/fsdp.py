@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _reshard
@@ -19,7 +20,7 @@ from ucformat.errors import UnsupportedError
 from ucformat.reshard.leaf import Leaf
 from ucformat.reshard.placement import flat, whole
 
-_REPEATED = {ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}  # noqa: SLF001
+_REPEATED = {ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ def reshard(module: nn.Module) -> None:
     if isinstance(module, FSDPModule):
         module.reshard()
     if isinstance(module, FullyShardedDataParallel):
-        handle = module._handle  # noqa: SLF001
+        handle = module._handle
         if handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
-            _reshard(module, handle, True)  # noqa: FBT003
+            _reshard(module, handle, True)
 
 
 def is_flat(tensor: object) -> bool:
@@ -67,41 +68,43 @@ def flat_parameters(module: nn.Module) -> Iterator[FlatParameter]:
     """
     if not isinstance(module, FullyShardedDataParallel):
         return
-    handle = module._handle  # noqa: SLF001  # FSDP1 has no public view of its shards that does not gather
+    handle = module._handle  # FSDP1 has no public view of its shards that does not gather
     if handle is None:
         return
     parameter: Any = handle.flat_param
     local = parameter.detach()
-    repeated = module.sharding_strategy in _REPEATED
-    originals = parameter._params if parameter._params is not None else [None] * len(parameter._fqns)  # noqa: SLF001
+    repeated = module.sharding_strategy in _REPEATED or dist.get_world_size(handle.process_group) < dist.get_world_size()
+    originals = parameter._params if parameter._params is not None else [None] * len(parameter._fqns)
     items = []
-    for i, (fqn, info) in enumerate(zip(parameter._fqns, parameter._shard_param_infos, strict=True)):  # noqa: SLF001
+    for i, (fqn, info) in enumerate(zip(parameter._fqns, parameter._shard_param_infos, strict=True)):
         _refuse_unusual(parameter, i, fqn)
-        shape = tuple(parameter._shapes[i])  # noqa: SLF001
+        shape = tuple(parameter._shapes[i])
         start, count, at = (info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard) if info.in_shard else (0, 0, 0)
         part = flat(shape, start, start + count, local.numel(), at, replicated=repeated)
-        own = None
-        if originals[i] is not None:
+        own, original = None, originals[i]
+        if original is not None:
             if handle.uses_sharded_strategy:
                 placed = flat(shape, start, start + count, count, replicated=repeated)
             else:
                 placed = whole(shape)
-            own = Leaf(shape, local.dtype, ((originals[i].detach(), placed),))
-        items.append(FlatItem(fqn, Leaf(shape, local.dtype, ((local, part),)), originals[i], own))
+            own = Leaf(shape, local.dtype, ((original.detach(), placed),))
+        items.append(FlatItem(fqn, Leaf(shape, local.dtype, ((local, part),)), original, own))
     yield FlatParameter(parameter, tuple(items), _tied(parameter))
 
 
 def _refuse_unusual(parameter: Any, i: int, fqn: str) -> None:
-    if parameter._param_extensions[i] is not None:  # noqa: SLF001
+    if parameter._param_extensions[i] is not None:
         raise UnsupportedError(fqn, "FSDP1 over tensor parallel parameters: use fully_shard (FSDP2) instead")
-    if not parameter._contiguities[i]:  # noqa: SLF001
-        raise UnsupportedError(fqn, "FSDP1 flattened it in another memory order than row-major: make it contiguous before wrapping")
+    if not parameter._contiguities[i]:
+        raise UnsupportedError(
+            fqn, "FSDP1 flattened it in another memory order than row-major: make it contiguous before wrapping"
+        )
 
 
 def _tied(parameter: Any) -> dict[str, str]:
     """Tied fqn → the fqn that the flat parameter knows the tensor by."""
     out = {}
-    for name, _, module, primary_name, _, primary_module in parameter._shared_param_infos:  # noqa: SLF001
+    for name, _, module, primary_name, _, primary_module in parameter._shared_param_infos:
         primary = f"{primary_module}.{primary_name}" if primary_module else primary_name
         out[f"{module}.{name}" if module else name] = primary
     return out

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ def assign(live: Any, new: object) -> object:
         restore_state(live, new)
         return live
     if type(live) in {dict, OrderedDict} and type(new) in {dict, OrderedDict}:
-        fresh = {key: assign(live.get(key), item) for key, item in new.items()}  # type: ignore[attr-defined]  # a dict
+        fresh = {key: assign(live.get(key), item) for key, item in cast(dict[Any, Any], new).items()}
         live.clear()
         live.update(fresh)
         return live
@@ -81,7 +81,7 @@ def _assign_tensor(live: torch.Tensor, new: object) -> object:
         if isinstance(new, torch.Tensor) and new.shape == live.shape and new.dtype == live.dtype:
             return live.copy_(new)
         if type(new) in {int, float, bool} and live.numel() == 1:
-            return live.fill_(new)  # type: ignore[arg-type]  # a number
+            return live.fill_(cast(float, new))
     return new
 
 

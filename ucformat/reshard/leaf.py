@@ -6,11 +6,14 @@ Every kind of tensor that a state may hold becomes a `Leaf` here (flat parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ucformat.errors import UnrepresentableError, UnsupportedError
@@ -52,10 +55,10 @@ def leaf(x: object, at: str, *, checked: bool = True) -> Leaf:
         return spread(x, local_of(x, at), at)
     if isinstance(x, Shard):
         local = plain(x.tensor, at)
-        return _single(local, shard(x.global_shape, x.offsets, local.shape))
+        return _single(local, shard(x.global_shape, x.offsets, local.shape, replicated=True))
     if isinstance(x, FlatShard):
         local = plain(x.tensor, at)
-        return _single(local, flat(x.global_shape, x.start, x.start + local.numel(), local.numel()))
+        return _single(local, flat(x.global_shape, x.start, x.start + local.numel(), local.numel(), replicated=True))
     if _is_sharded_tensor(x):
         return _sharded_tensor(x, at)
     if isinstance(x, np.ndarray):
@@ -88,7 +91,7 @@ def local_of(tensor: DTensor, at: str) -> torch.Tensor:
     with torch.no_grad():
         local = tensor.to_local()
     if type(local).__name__ == "AsyncCollectiveTensor":
-        local = local.wait()
+        local = cast(Any, local).wait()
     return plain(local, at)
 
 
@@ -108,8 +111,13 @@ def mesh_shape(frame: DTensor) -> tuple[int, ...]:
 
 
 def replicated(frame: DTensor, sizes: Sequence[int]) -> bool:
-    """Whether some mesh axis of more than one rank repeats the tensor."""
-    return any(p.is_replicate() and n > 1 for p, n in zip(frame.placements, sizes, strict=True))
+    """Whether other ranks may hold the same boxes: on a mesh axis that repeats the tensor, or outside the mesh.
+
+    A model that is sharded on a `tp` mesh and repeated by DDP says nothing of the latter in its DTensors.
+    """
+    if any(p.is_replicate() and n > 1 for p, n in zip(frame.placements, sizes, strict=True)):
+        return True
+    return math.prod(sizes) < dist.get_world_size()
 
 
 def shard_axes(frame: DTensor, at: str) -> list[int]:
@@ -120,7 +128,7 @@ def shard_axes(frame: DTensor, at: str) -> list[int]:
     if any(p.is_partial() for p in frame.placements):
         raise UnsupportedError(at, f"a DTensor with placements {frame.placements} is a pending sum: redistribute it first")
     axes = [axis for axis, p in enumerate(frame.placements) if not p.is_replicate()]
-    order = getattr(frame._spec, "shard_order", None) or ()  # noqa: SLF001  # has no public face yet
+    order = getattr(frame._spec, "shard_order", None) or ()  # has no public face yet
     named = [axis for entry in order for axis in entry.mesh_dims]
     return named if sorted(named) == axes else axes
 
@@ -138,7 +146,7 @@ def cuts(frame: DTensor, coordinate: Sequence[int], at: str) -> list[Cut]:
     return out
 
 
-def _array(x: np.ndarray, at: str) -> torch.Tensor:  # type: ignore[type-arg]  # of any dtype
+def _array(x: np.ndarray, at: str) -> torch.Tensor:
     """A tensor that shares the array's memory, or a copy when it can't be written anyway."""
     if not x.flags.writeable or any(step < 0 for step in x.strides):
         return torch.from_numpy(x.copy())
@@ -150,10 +158,10 @@ def _is_sharded_tensor(x: object) -> bool:
     return hasattr(x, "local_shards") and hasattr(x, "sharding_spec")
 
 
-def _sharded_tensor(x: object, at: str) -> Leaf:
-    size = tuple(x.size())  # type: ignore[attr-defined]
+def _sharded_tensor(x: Any, at: str) -> Leaf:
+    size = tuple(x.size())
     parts: list[Part] = []
-    for piece in x.local_shards():  # type: ignore[attr-defined]
+    for piece in x.local_shards():
         local = plain(piece.tensor, at)
-        parts.append((local, shard(size, piece.metadata.shard_offsets, piece.metadata.shard_sizes)))
-    return Leaf(size, x.dtype, tuple(parts))  # type: ignore[attr-defined]
+        parts.append((local, shard(size, piece.metadata.shard_offsets, piece.metadata.shard_sizes, replicated=True)))
+    return Leaf(size, x.dtype, tuple(parts))

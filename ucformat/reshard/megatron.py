@@ -69,7 +69,7 @@ def leaf(x: Any, top: str) -> Leaf:
         raise UnsupportedError(name, f"a ShardedTensor of shape {list(length)} at {list(offset)} is not inside {list(shape)}")
     part = getattr(x, "flattened_range", None)
     if part is None:
-        placed = shard(shape, offset, length)
+        placed = shard(shape, offset, length, replicated=True)
         local = local[(None,) * extra]
     else:
         placed = _flattened(shape, offset, length, part, local.numel())
@@ -81,7 +81,7 @@ def _flattened(shape: tuple[int, ...], offset: tuple[int, ...], length: tuple[in
     """A flat range within the box at `offset`, as older releases keep optimizer state."""
     inner = flat(length, part.start, part.stop, count)
     held = (Held(Box(tuple(a + b for a, b in zip(h.box.offset, offset, strict=True)), h.box.length), h.at) for h in inner.held)
-    return Placed(shape, (count,), tuple(held))
+    return Placed(shape, (count,), tuple(held), replicated=True)
 
 
 def build(x: Any, at: str, *, loading: bool) -> object:
@@ -90,7 +90,9 @@ def build(x: Any, at: str, *, loading: bool) -> object:
     if loading:
         memory = x.data.untyped_storage().data_ptr()
         if any(t.data.untyped_storage().data_ptr() != memory for t in _tensors(built)):
-            raise UnsupportedError(at, "a ShardedTensorFactory that copies can't be loaded into: apply_factories first, then merge")
+            raise UnsupportedError(
+                at, "a ShardedTensorFactory that copies can't be loaded into: apply_factories first, then merge"
+            )
     return built
 
 

@@ -6,6 +6,7 @@ Names are those of the unwrapped model: DDP, FSDP, activation checkpointing and 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -71,10 +72,10 @@ def _walk(module: nn.Module, prefix: str, found: Found) -> None:
     for flat in fsdp.flat_parameters(module):
         _add_flat(flat, prefix, found)
     for name, tensor in _own(module, prefix, found):
-        _add(name, tensor, found, checked=name.removeprefix(prefix) not in module._buffers)  # noqa: SLF001  # no public dict of own buffers
+        _add(name, tensor, found, checked=name.removeprefix(prefix) not in module._buffers)  # no public dict of own buffers
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found.extra[prefix + EXTRA_STATE] = module
-    for name, child in module._modules.items():  # noqa: SLF001  # named_children leaves repeats out
+    for name, child in module._modules.items():  # named_children leaves repeats out
         if child is not None:
             transparent = name in TRANSPARENT or isinstance(module, (DistributedDataParallel, DataParallel))
             _walk(child, prefix if transparent else f"{prefix}{name}.", found)
@@ -83,7 +84,7 @@ def _walk(module: nn.Module, prefix: str, found: Found) -> None:
 def _own(module: nn.Module, prefix: str, found: Found) -> Iterator[tuple[str, torch.Tensor]]:
     """The module's own parameters and persistent buffers, without its children's and FSDP's flat ones."""
     held: dict[str, object] = {}
-    module._save_to_state_dict(held, prefix, keep_vars=True)  # noqa: SLF001  # what a module overrides to say what it has
+    module._save_to_state_dict(held, prefix, keep_vars=True)  # what a module overrides to say what it has
     for name, tensor in held.items():
         if name == prefix + EXTRA_STATE or fsdp.is_flat(tensor) or id(tensor) in found.flattened:
             continue
@@ -100,7 +101,9 @@ def _add(fqn: str, tensor: torch.Tensor, found: Found, *, checked: bool) -> None
     if nn.parameter.is_lazy(tensor):
         raise UnsupportedError(f"{found.key}/{fqn}", "a lazy parameter has no shape yet: run a forward pass first")
     if fqn in found.leaves:
-        raise UnsupportedError(f"{found.key}/{fqn}", "two modules hold different tensors of this name: put them under keys of their own")
+        raise UnsupportedError(
+            f"{found.key}/{fqn}", "two modules hold different tensors of this name: put them under keys of their own"
+        )
     found.seen[id(tensor)] = fqn
     found.leaves[fqn] = leaf(tensor, f"{found.key}/{fqn}", checked=checked)
     found.owners[id(tensor)] = (Owned(found.key, fqn, found.leaves[fqn]),)
@@ -123,3 +126,14 @@ def _add_flat(flat: fsdp.FlatParameter, prefix: str, found: Found) -> None:
 
 def _clean(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in TRANSPARENT)
+
+
+def extra_state(module: nn.Module) -> object:
+    """What `get_extra_state` gives, in types that values have (Transformer Engine gives a BytesIO)."""
+    state: object = module.get_extra_state()
+    return state.getvalue() if isinstance(state, io.BytesIO) else state
+
+
+def put_extra_state(module: nn.Module, stored: object) -> None:
+    wrap = isinstance(stored, bytes) and isinstance(module.get_extra_state(), io.BytesIO)
+    module.set_extra_state(io.BytesIO(stored) if wrap else stored)  # type: ignore[arg-type]  # bytes, as just seen

@@ -7,8 +7,9 @@ no module of the state is called by the optimizer's own `param_names` if it has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,12 +17,15 @@ from torch.distributed.tensor import DTensor
 from ucformat import values
 from ucformat.catalog import TensorSpec
 from ucformat.errors import NamesMismatchError, UnrepresentableError, UnsupportedError
+from ucformat.reshard.inplace import Pending, assign, pending
 from ucformat.reshard.leaf import Leaf, is_tensor, leaf, plain
 from ucformat.reshard.module import Owned, Owners
 
 GROUPS = "param_groups"
 OWN_CHOICES = frozenset({"foreach", "fused", "capturable"})
 """How the optimizer of this run computes, on its own device: loading does not change it."""
+
+_PARAMETERS = frozenset({"params", "param_names"})
 
 MASTER = "fp32"  # canonical name of master weights, which torch's own optimizers do not keep
 
@@ -37,6 +41,10 @@ class Named:
     key: str
     names: dict[int, tuple[Owned, ...]]
     """By `id` of the parameter: one name, or those of all parameters that a flat one holds."""
+
+    @property
+    def used(self) -> set[str]:
+        return {owned.fqn for entry in self.names.values() for owned in entry}
 
     def parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter whose states this rank keeps, with its group."""
@@ -54,7 +62,7 @@ def named(optimizer: torch.optim.Optimizer, key: str, owners: Owners) -> Named:
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         if getattr(optimizer, "_overlap_with_ddp", False):
             raise UnsupportedError(key, "ZeroRedundancyOptimizer with overlap_with_ddp keeps no state that can be read")
-        holder = optimizer.optim
+        holder = cast(Any, optimizer).optim
     names: dict[int, tuple[Owned, ...]] = {}
     for g, group in enumerate(groups):
         own = group.get("param_names")
@@ -80,14 +88,14 @@ def tree(item: Named, node: Node, *, groups: bool) -> dict[str, object]:
         if id(parameter) not in item.names:
             raise UnrepresentableError(item.key, f"optimizer state for a {type(parameter).__name__} that is no parameter")
     for parameter, _ in item.parameters():
-        state = item.optimizer.state.get(parameter)
+        state = item.optimizer.state.get(parameter, {})
         for owned in item.names[id(parameter)] if state else ():
             at = f"{item.key}/{owned.fqn}"
             out[owned.fqn] = {name: _placed(x, owned.leaf, node, f"{at}/{name}") for name, x in state.items()}
     if groups:
         out[GROUPS] = [
             {
-                **{name: node(x, f"{item.key}/{GROUPS}/{g}/{name}") for name, x in group.items() if not name.startswith("param")},
+                **{name: node(x, f"{item.key}/{GROUPS}/{g}/{name}") for name, x in group.items() if name not in _PARAMETERS},
                 "params": item.group_names(group),
             }
             for g, group in enumerate(item.groups)
@@ -105,7 +113,8 @@ def _placed(x: object, like: Leaf, node: Node, at: str) -> object:
     if isinstance(x, dict):
         return {key: _placed(item, like, node, f"{at}/{key}") for key, item in x.items()}
     if type(x) in {list, tuple}:
-        return type(x)(_placed(item, like, node, f"{at}/{i}") for i, item in enumerate(x))  # type: ignore[call-arg,arg-type]
+        items: Any = x
+        return type(items)(_placed(item, like, node, f"{at}/{i}") for i, item in enumerate(items))
     return node(x, at)
 
 
@@ -150,28 +159,26 @@ def knows(stored: object, item: Named) -> set[str]:
     """The names of those parameters whose states, or lack of them, the stored values tell."""
     groups = stored.get(GROUPS) if isinstance(stored, dict) else None
     told = {name for group in groups or [] if isinstance(group, dict) for name in group.get("params", [])}
-    return told & {owned.fqn for entry in item.names.values() for owned in entry}
+    return told & item.used
 
 
-def put_states(item: Named, stored: Mapping[str, Any], ready: Callable[[object], bool]) -> None:
-    """Bring every state to what was stored: `stored` maps parameter names to states.
+def put_states(item: Named, stored: Mapping[str, Any]) -> None:
+    """Bring every state to what was stored: `stored` maps parameter names to states, pending where they were read in place.
 
-    Tensors that were read in place are those that `ready` accepts. States that were not stored are dropped.
+    States that were not stored are dropped, as torch's `load_state_dict` does.
     """
     told = knows(stored, item)
     for parameter, _ in item.parameters():
         fqns = [owned.fqn for owned in item.names[id(parameter)] if owned.fqn in told]
-        if not fqns:
-            continue
-        live = item.optimizer.state.get(parameter, {})
         wanted: dict[str, object] = {}
         for fqn in fqns:
             wanted.update(stored.get(fqn, {}))
-        for name in [name for name in live if name not in wanted]:
+        live = item.optimizer.state[parameter] if fqns and wanted else item.optimizer.state.get(parameter, {})
+        for name in [name for name in live if fqns and name not in wanted]:
             del live[name]
         for name, x in wanted.items():
-            if not ready(x):
-                item.optimizer.state[parameter][name] = assign(item.optimizer.state[parameter].get(name), x)
+            if name in live or not isinstance(x, Pending):  # pending and unknown here: not for this optimizer
+                live[name] = assign(live.get(name), x)
         if not live:
             item.optimizer.state.pop(parameter, None)
 
@@ -191,20 +198,37 @@ def put_groups(item: Named, stored: Sequence[Mapping[str, Any]]) -> None:
 
 
 def choose_group(item: Named, group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The stored group that held the parameters of a live one; empty for a group without parameters."""
-    mine = item.group_names(group)
-    holding = [s for s in stored if not set(mine).isdisjoint(s["params"])]
-    missing = sorted(set(mine) - {name for s in holding for name in s["params"]})
-    if missing:
-        raise NamesMismatchError(f"{item.key}/{GROUPS}", missing, ())
-    if not holding:
+    """The hyper-parameters of the stored group that held the parameters of a live one; empty for one without parameters."""
+    held = holding(item, group, stored)
+    if not held:
         return {}
-    first = {**holding[0], "params": []}
-    if any(_differ(first, {**other, "params": []}) for other in holding[1:]):
+    first = {**held[0], "params": []}
+    if any(_differ(first, {**other, "params": []}) for other in held[1:]):
+        names = item.group_names(group)
         raise UnsupportedError(
-            f"{item.key}/{GROUPS}", f"parameters of one group ({mine[0]}, …) were stored in groups with other hyper-parameters"
+            f"{item.key}/{GROUPS}", f"parameters of one group ({names[0]}, …) were stored in groups with other hyper-parameters"
         )
     return first
+
+
+def holding(item: Named, group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The stored groups that held parameters of a live one. Raises NamesMismatchError for parameters that none held."""
+    mine = set(item.group_names(group))
+    held = [s for s in stored if not mine.isdisjoint(s.get("params", []))]
+    missing = sorted(mine.difference(*(s["params"] for s in held)))
+    if missing:
+        raise NamesMismatchError(f"{item.key}/{GROUPS}", missing, ())
+    return held
+
+
+def fresh(item: Named, stored: Mapping[str, Any], inplace: AbstractSet[str]) -> Iterator[str]:
+    """Names of stored tensors in states that are not read in place and that the optimizer takes all the same."""
+    for parameter, _ in item.parameters():
+        live = item.optimizer.state.get(parameter, {})
+        for owned in item.names[id(parameter)]:
+            for name, x in stored.get(owned.fqn, {}).items():
+                if name in live or not isinstance(x, Pending):
+                    yield from (n for n in pending(x) if n not in inplace)
 
 
 def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -212,14 +236,3 @@ def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     if values.encode(tensors_a[0]) != values.encode(tensors_b[0]) or tensors_a[1].keys() != tensors_b[1].keys():
         return True
     return any(not torch.equal(x, tensors_b[1][name]) for name, x in tensors_a[1].items() if isinstance(x, torch.Tensor))
-
-
-def assign(live: object, new: object) -> object:
-    """`new` in the place of `live`: into its memory where it is a tensor of that shape, else instead of it."""
-    if isinstance(live, torch.Tensor) and not isinstance(live, DTensor):
-        with torch.no_grad():
-            if isinstance(new, torch.Tensor) and new.shape == live.shape and new.dtype == live.dtype:
-                return live.copy_(new)
-            if type(new) in {int, float} and live.numel() == 1:
-                return live.fill_(new)  # type: ignore[arg-type]  # one of the two
-    return new

@@ -9,15 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.errors import RankFailedError, UnsupportedError
 from ucformat.group import Group
 from ucformat.reshard.leaf import Leaf, mesh_shape, replicated, shard_axes
 from ucformat.reshard.placement import Placed, shard
 
-MeshKey = tuple[int, ...]
-"""The ranks of a mesh, in mesh order, after the mesh's own shape."""
+MeshKey = str
+"""Digest of a mesh: its shape and its ranks in order."""
+
+
+@lru_cache(maxsize=64)
+def _mesh_key(mesh: DeviceMesh) -> MeshKey:
+    return blake2b(repr(mesh.mesh.tolist()).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ def claim(leaf: Leaf) -> Claim:
     sizes = mesh_shape(frame)
     local, placed = leaf.parts[0]
     return Claim(
-        mesh=(*sizes, *mesh.mesh.flatten().tolist()),
+        mesh=_mesh_key(mesh),
         sizes=sizes,
         coordinate=tuple(coordinate),
         axes=tuple((axis, frame.placements[axis].dim) for axis in axes),  # type: ignore[attr-defined]  # every cut has one

@@ -162,5 +162,5 @@ def _crc(reader: Reader, start: int, stop: int, buffer: Bytes) -> int:
     for at in range(start, stop, len(buffer)):
         data = buffer[: min(len(buffer), stop - at)]
         reader.read_into(at, data)
-        crc = zlib.crc32(memoryview(data), crc)
+        crc = zlib.crc32(data.data, crc)
     return crc

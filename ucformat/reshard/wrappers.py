@@ -32,7 +32,7 @@ class Shard:
         length = tuple(self.tensor.shape)
         if len(length) != len(self.offsets) or not Box(self.offsets, length).inside(self.global_shape):
             raise ValueError(
-                f"a shard of shape {list(length)} at {list(self.offsets)} does not lie in a tensor of shape {list(self.global_shape)}"
+                f"a shard of shape {list(length)} at {list(self.offsets)} is not inside shape {list(self.global_shape)}"
             )
 
 

@@ -1,0 +1,126 @@
+"""Optimizer files of older versions and other optimizers, made from real ones by small edits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.formats.deepspeed_fixtures import (
+    assert_same,
+    copy_of,
+    edit,
+    load,
+    model_file,
+    open_kind,
+    optimizer_files,
+    parameters_with_state,
+)
+from ucformat.reshard.read import read
+
+
+def test_one_dict_of_shapes_is_one_group(tmp_path: Path) -> None:
+    """Before DeepSpeed 0.5.4."""
+    run = copy_of("z1n3", tmp_path)
+    edit(model_file(run), lambda tree: tree.update(param_shapes=tree["param_shapes"][0]))
+    assert_same(run, "z1n3")
+
+
+def test_one_dict_of_shapes_is_spread_over_the_sub_groups_of_zero3(tmp_path: Path) -> None:
+    run = copy_of("z3two", tmp_path)
+    edit(
+        model_file(run), lambda tree: tree.update(param_shapes={n: s for group in tree["param_shapes"] for n, s in group.items()})
+    )
+    assert_same(run, "z3two")
+
+
+def test_shapes_in_the_optimizer_file_are_found(tmp_path: Path) -> None:
+    """Before DeepSpeed 0.6.0."""
+    run = copy_of("z2two", tmp_path)
+    shapes = load(model_file(run))["param_shapes"]
+    edit(model_file(run), lambda tree: tree.pop("param_shapes"))
+    for file in optimizer_files(run):
+        edit(file, lambda tree: tree.update(param_shapes=shapes))
+    assert_same(run, "z2two")
+
+
+def test_plain_tuples_are_shapes_too(tmp_path: Path) -> None:
+    run = copy_of("z1n3", tmp_path)
+    edit(
+        model_file(run),
+        lambda tree: tree.update(param_shapes=[{n: tuple(s) for n, s in g.items()} for g in tree["param_shapes"]]),
+    )
+    assert_same(run, "z1n3")
+
+
+def test_what_old_versions_left_out_is_not_needed(tmp_path: Path) -> None:
+    """No world size, paddings, stage or alignment; file names without the underscore."""
+    run = copy_of("z1n3", tmp_path)
+    edit(
+        model_file(run),
+        lambda tree: [
+            tree.pop(key) for key in ("dp_world_size", "checkpoint_parallel_dimensions", "shared_params", "buffer_names")
+        ],
+    )
+    for file in optimizer_files(run):
+        edit(
+            file,
+            lambda tree: [
+                tree["optimizer_state_dict"].pop(key) for key in ("group_paddings", "param_alignment_paddings", "zero_stage")
+            ],
+        )
+        file.rename(file.with_name(file.name.replace("_optim", "optim")))
+    assert_same(run, "z1n3")
+    assert open_kind(run).notes.mesh == {"dp": 3}
+
+
+@pytest.mark.parametrize("where", ["state", "param_groups"])
+def test_a_step_that_is_a_number_becomes_each_parameters_tensor(where: str, tmp_path: Path) -> None:
+    """DeepSpeed's FusedAdam."""
+    run = copy_of("z2two", tmp_path)
+
+    def change(tree: dict[str, dict[str, dict[str, dict[int, dict[str, object]]]]]) -> None:
+        inner = tree["optimizer_state_dict"]["base_optimizer_state"]
+        for g, state in inner["state"].items():
+            state.pop("step")
+            (state if where == "state" else inner["param_groups"][g])["step"] = 3
+
+    for file in optimizer_files(run):
+        edit(file, change)
+    catalog = open_kind(run)
+    assert {name.split("/")[1] for name in catalog.names if name.endswith("/step")} == parameters_with_state(catalog)
+    assert torch.equal(read(catalog, "optimizer/ln.bias/step"), torch.tensor(3.0))
+    assert isinstance(catalog.values, dict)
+    assert all("step" not in group for group in catalog.values["optimizer"]["param_groups"])
+    assert_same(run, "z2two")
+
+
+def test_state_of_another_length_is_kept_as_it_is(tmp_path: Path) -> None:
+    """Quantisation tables and the like belong to a rank's whole buffer."""
+    run = copy_of("z1n3", tmp_path)
+    for rank, file in enumerate(optimizer_files(run)):
+        edit(
+            file,
+            lambda tree, rank=rank: tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(
+                absmax=torch.full((5,), rank)
+            ),
+        )  # type: ignore[misc]  # bound at once
+    catalog = open_kind(run)
+    assert torch.equal(read(catalog, "deepspeed/optimizer_state/0/absmax/2"), torch.full((5,), 2))
+    assert any("absmax" in remark for remark in catalog.notes.remarks)
+    assert_same(run, "z1n3")
+
+
+def test_an_empty_parameter_is_there(tmp_path: Path) -> None:
+    run = copy_of("z1n3", tmp_path)
+
+    def change(tree: dict[str, dict[str, object]]) -> None:
+        tree["module"]["none"] = torch.empty(0, 4)
+        tree["module"]["other"] = torch.empty(3, 0)
+        tree["shared_params"]["other"] = "none"  # DeepSpeed believes so, since empty tensors have one address
+
+    edit(model_file(run), change)
+    catalog = open_kind(run)
+    assert read(catalog, "model/none").shape == (0, 4)
+    assert read(catalog, "model/other").shape == (3, 0)

@@ -1,0 +1,146 @@
+"""The verbs that users call: `save`, `load`, `open`, `convert`. Re-exported by `ucformat`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import overload
+
+import torch.distributed as dist
+
+from ucformat import formats, values
+from ucformat.catalog import Catalog
+from ucformat.errors import NotACheckpointError
+from ucformat.formats import native
+from ucformat.formats.source import Source
+from ucformat.group import current
+from ucformat.reshard.convert import convert
+from ucformat.reshard.lazy import Checkpoint
+from ucformat.reshard.load import LoadOptions, load_state
+from ucformat.reshard.read import read_many
+from ucformat.reshard.save import SaveOptions, save_state
+from ucformat.storage import Store, open_store
+
+__all__ = ["convert", "load", "open", "save"]
+
+
+def save(
+    path: str,
+    state: Mapping[str, object],
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    overwrite: bool = False,
+    check_replicas: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> str:
+    """Save a training state; the path of the committed checkpoint. Every rank of the process group calls it.
+
+    `state` is any nest of dicts, lists, tuples, tensors, DTensors, plain values, and of modules, optimizers and whatever
+    else has `state_dict`. With `step` the checkpoint is `path/step-<8 digits>`, else `path` itself. It is committed or
+    absent: a reader never sees half of it. `keep` removes all but the newest that many committed steps afterwards.
+    A committed checkpoint is replaced only with `overwrite`, and then in one step.
+
+    Plain tensors that several ranks hold are stored once; `check_replicas` compares them first (up to 64 KiB of
+    each). `on_bytes` is told of the bytes written, from any thread.
+
+    Raises ExistsError, UnrepresentableError and UnsupportedError (naming the path in `state`), ValueConflictError when ranks
+    disagree, StorageError, and RankFailedError on ranks whose peers failed. Then nothing was committed.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError("keep is at least 1: the newest checkpoint always stays")
+    group = current(process_group)
+    run = open_store(path)
+    store = run if step is None else run.sub(native.step_name(step))
+    save_state(store, state, SaveOptions(step, overwrite, check_replicas, on_bytes), group)
+    if keep is not None and step is not None:
+        with group.together(f"removing old checkpoints of {path}"):
+            if group.rank == 0:
+                _prune(run, keep)
+    return store.url
+
+
+def _prune(run: Store, keep: int) -> None:
+    """Leave the newest `keep` committed steps; the commit record goes first, so none is ever half there."""
+    for old in native.committed_steps(run)[:-keep]:
+        store = run.sub(native.step_name(old))
+        store.remove(native.MANIFEST)
+        store.remove()
+
+
+@overload
+def load(path: str, into: None = None, *, step: int | None = ..., verify: bool = ...) -> dict[str, object]: ...
+@overload
+def load(
+    path: str,
+    into: MutableMapping[str, object],
+    *,
+    step: int | None = ...,
+    strict: bool = ...,
+    cast: bool = ...,
+    verify: bool = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    on_bytes: Callable[[int], None] | None = ...,
+) -> int | None: ...
+def load(
+    path: str,
+    into: MutableMapping[str, object] | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> dict[str, object] | int | None:
+    """Load a checkpoint of any format and any layout. `path` is one, or a run directory: then its newest committed step.
+
+    With `into`, the state is restored in place, onto whatever layout it has now, and the checkpoint's step (or None) is
+    returned; every rank of the process group calls it, and each reads just what it needs. Optimizers need no state yet.
+    `strict`: names in `into` that are not stored, or stored and not in `into`, are an error. `cast`: stored dtypes may
+    differ from the live ones.
+
+    Without `into`, the whole state as a nest of dicts with CPU tensors. Rank-local items come as `values.RankLocal`.
+
+    Raises NotACheckpointError; before any tensor is read or changed NamesMismatchError, ShapeMismatchError,
+    DTypeMismatchError, CoverageError, RankLocalError; ChecksumError, FormatError, StorageError while reading (the state
+    is then partly restored and must not be used).
+    """
+    where = path if step is None else f"{path.rstrip('/')}/{native.step_name(step)}"
+    if into is None:
+        return _load_all(formats.open_catalog(where), verify=verify)
+    group = current(process_group)
+    with group.together(f"opening {where}"):
+        where = _newest(where) if group.rank == 0 else where
+    where = group.broadcast(where)
+    return load_state(where, into, LoadOptions(strict, cast, verify, on_bytes), group)
+
+
+def _newest(path: str) -> str:
+    """The checkpoint that a run directory means now, so that all ranks load the same one."""
+    source = formats.locate(path)
+    return native.find(source).url if formats.detect(source) is native and source.file is None else path
+
+
+def _load_all(catalog: Catalog, *, verify: bool) -> dict[str, object]:
+    names = [spec.name for spec in catalog.tensors]
+    tensors = dict(zip(names, read_many(catalog, [(name, None) for name in names], verify=verify), strict=True))
+    tensors.update({alias: tensors[target] for alias, target in catalog.aliases.items()})
+    tree = values.join(catalog.values, tensors)
+    if not isinstance(tree, dict):
+        raise NotACheckpointError(catalog.store.url, "its state is no dict")
+    return tree
+
+
+def open(path: str, *, step: int | None = None) -> Checkpoint:  # noqa: A001  # the verb that users expect
+    """Open a checkpoint of any format: a mapping from names to lazy tensors. Reads metadata only.
+
+    `open(path)["model/layers.0.wq.weight"][0:8]` reads just those rows. Raises NotACheckpointError, MissingFileError,
+    FormatError, VersionError, UnsupportedError.
+    """
+    return Checkpoint(formats.open_catalog(path if step is None else f"{path.rstrip('/')}/{native.step_name(step)}"))
+
+
+def steps(path: str) -> list[int]:
+    """Committed steps of a run directory, ascending."""
+    return native.committed_steps(Source(open_store(path)).store)

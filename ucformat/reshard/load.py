@@ -1,0 +1,98 @@
+"""Loading a checkpoint of any format and layout into a live state of any layout.
+
+Each rank plans alone from the metadata and reads just what it holds; collectives carry names and errors only. All that can
+be known before reading is checked before reading: names, shapes, dtypes, coverage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ucformat import formats
+from ucformat.box import Box
+from ucformat.catalog import Catalog
+from ucformat.errors import DTypeMismatchError, NamesMismatchError, ShapeMismatchError
+from ucformat.group import Group
+from ucformat.reshard.collect import Piece
+from ucformat.reshard.execute import execute
+from ucformat.reshard.plan import ReadPlan, plan, wants
+from ucformat.reshard.restore import Loading, prepare, restore
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load; equal on every rank."""
+
+    strict: bool = True
+    """Names that are wanted and not stored, or stored and wanted by no rank, are an error."""
+    cast: bool = False
+    """Stored dtypes may differ from the live ones."""
+    verify: bool = True
+    """Compare checksums while reading."""
+    on_bytes: Callable[[int], None] | None = None
+
+
+def load_state(where: str, into: MutableMapping[str, object], options: LoadOptions, group: Group) -> int | None:
+    """Restore `into` from the checkpoint at `where`; its step. Every rank of `group` calls it."""
+    catalog: Catalog | None = None
+    with group.together(f"opening {where}"):
+        catalog = formats.open_catalog(where)
+    assert catalog is not None
+    loading = prepare(into, catalog, group)
+    pieces = _known(loading.pieces, catalog)
+    _check_names(loading, catalog, options, group)
+    planned: ReadPlan | None = None
+    dest: list[torch.Tensor] = []
+    with group.together(f"planning {where}"):
+        _check_kinds(pieces, catalog, cast=options.cast)
+        wanted: list[tuple[str, Box | None]] = [(piece.spec.name, piece.box) for piece in pieces]
+        dest = [piece.view for piece in pieces]
+        for name in loading.fresh:
+            spec = catalog.spec(name)
+            wanted.append((name, None))
+            dest.append(spec.kind.empty(spec.shape))
+        planned = plan(catalog, wants(catalog, wanted))
+    assert planned is not None
+    with group.together(f"reading {where}"):
+        execute(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
+    with group.together(f"restoring from {where}"):
+        restore(loading, dict(zip(loading.fresh, dest[len(pieces) :], strict=True)))
+    return catalog.notes.step
+
+
+def _known(pieces: Sequence[Piece], catalog: Catalog) -> list[Piece]:
+    stored = set(catalog.names)
+    return [piece for piece in pieces if piece.spec.name in stored]
+
+
+def _check_names(loading: Loading, catalog: Catalog, options: LoadOptions, group: Group) -> None:
+    """All ranks together: what any of them misses, and what none of them wants."""
+    names = catalog.names
+    tied = set(catalog.aliases) | set(catalog.aliases.values())
+    stored = set(names)
+    wanted = loading.names
+    owners = {catalog.aliases.get(name, name) for name in wanted if name in stored}
+    used = np.array([name in wanted or (name in tied and catalog.aliases.get(name, name) in owners) for name in names], dtype=bool)
+    lost = sorted({piece.spec.name for piece in loading.pieces} - stored) + list(loading.missing)
+    told = group.all_gather((np.packbits(used).tobytes(), frozenset(loading.unused), lost))
+    everyone = np.zeros(len(used), dtype=bool)
+    for bits, _, _ in told:
+        everyone |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(used)).astype(bool)
+    unused = frozenset.intersection(*(values for _, values, _ in told))
+    missing = sorted({name for _, _, names_lost in told for name in names_lost})
+    unexpected = [name for name, hit in zip(names, everyone, strict=True) if not hit] + sorted(unused)
+    if options.strict and (missing or unexpected):
+        raise NamesMismatchError(catalog.store.url, missing, unexpected)
+
+
+def _check_kinds(pieces: Sequence[Piece], catalog: Catalog, *, cast: bool) -> None:
+    for piece in pieces:
+        stored = catalog.spec(piece.spec.name)
+        if stored.shape != piece.spec.shape:
+            raise ShapeMismatchError(piece.spec.name, stored.shape, piece.spec.shape)
+        if stored.dtype != piece.spec.dtype and not cast:
+            raise DTypeMismatchError(piece.spec.name, stored.dtype, piece.spec.dtype)
