@@ -121,7 +121,7 @@ class Ours(Peer):
         ucformat.save(str(place / "run"), state, step=1)
 
     def load(self, place: Path, state: State) -> None:
-        ucformat.load(str(place / "run"), into=state)
+        ucformat.load(str(place / "run"), into=dict[str, object](state))
 
 
 class Dcp(Peer):

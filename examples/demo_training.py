@@ -18,7 +18,7 @@ from examples.proof import Outcome, Proofs, run, torchrun, ucconvert
 SAVE_STEP = 4
 KILL_STEP = 6  # two steps after the save: there is work to lose and to do again
 LAST_STEP = 8
-RUN_TIMEOUT_S = 120.0  # a run takes some 20 s on 2 cores
+RUN_TIMEOUT_S = 240.0  # a run takes some 15 s on 2 quiet cores
 NEXT_STEP_TOLERANCE = 1e-5  # relative; fp32 sums in another order differ by some 1e-7
 LATER_TOLERANCE = 1e-4  # the difference grows with each update
 
@@ -107,7 +107,8 @@ def _prove_state(name: str, before: Report, after: Report, proofs: Proofs) -> No
 
 
 def _prove_diff(name: str, saved_to: Path, again: Path, work: Path, proofs: Proofs) -> None:
-    command = ucconvert("diff", _checkpoint(saved_to), _checkpoint(again))
+    # Each rank has random state of its own, and now there may be another number of ranks.
+    command = ucconvert("diff", _checkpoint(saved_to), _checkpoint(again), "--exclude", "rng/*")
     outcome = run(command, work / f"diff-{again.name}.log", RUN_TIMEOUT_S, expect_failure=True)
     last = (outcome.stdout.strip().splitlines() or [""])[-1]
     proofs.check(f"saved again by {name} at once, the checkpoint is the same", f"ucconvert diff: {last}", outcome.code == 0)

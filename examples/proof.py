@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 GRACE_S = 10.0  # torchrun needs some seconds to end its workers before it is killed itself
-LOG_LINES = 40  # enough of a log to see the error and where it came from
+LOG_LINES = 30  # of the first error, and of the end: enough to see what happened and where
 
 
 class DemoError(Exception):
@@ -105,7 +105,11 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    """The first traceback in a log, which torchrun's own report often buries, and the end."""
+    lines = log.read_text(errors="replace").splitlines()
+    first = next((i for i, line in enumerate(lines) if "Traceback" in line), len(lines))
+    shown = sorted({*range(first, min(first + LOG_LINES, len(lines))), *range(max(0, len(lines) - LOG_LINES), len(lines))})
+    return "\n".join(lines[i] for i in shown)
 
 
 def ucconvert(*args: str | Path) -> list[str]:

@@ -28,6 +28,7 @@ import ucformat
 from examples.digest import state_digests
 from examples.gpt import GPT, GPTConfig, apply_data_parallel, apply_tensor_parallel, keep_stage, loss_of
 from examples.text import TextSampler, load_corpus
+from ucformat.reshard.wrappers import RankLocalItem
 
 BATCH = 12  # samples per step of the whole job: 2 and 3 data-parallel ranks both divide it
 MICROBATCHES = 4  # per step of a pipeline
@@ -96,7 +97,7 @@ class Trainer:
         )
         return Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
 
-    def state(self, rng: ucformat.RankLocalItem | None = None) -> dict[str, object]:
+    def state(self, rng: RankLocalItem | None = None) -> dict[str, object]:
         """What a checkpoint holds: handed to save, and filled in place by load. `rng` is this rank's own by default."""
         return {
             "model": self.model,
@@ -112,7 +113,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.pipeline is None:
             loss = loss_of(self.model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             loss = loss.detach().clone()
         else:
             loss = self._pipelined(self.pipeline, inputs, targets)
@@ -132,7 +133,7 @@ class Trainer:
         self.scheduler.step()
 
 
-def rank_rng() -> ucformat.RankLocalItem:
+def rank_rng() -> RankLocalItem:
     """The random state, of which each rank has its own; other numbers of ranks take over what there is in turn."""
     return ucformat.rank_local(torch.get_rng_state(), on_resize="modulo")
 

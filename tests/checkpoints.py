@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def split_evenly(shape: Sequence[int], dim: int, parts: int) -> list[Box]:
     """Boxes of a tensor cut along one dimension, as `torch.chunk`-like uneven cuts; empty ones left out."""
     cuts = np.linspace(0, shape[dim], parts + 1).astype(int).tolist()
     boxes = []
-    for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+    for a, b in pairwise(cuts):
         offset, length = [0] * len(shape), list(shape)
         offset[dim], length[dim] = a, b - a
         if b > a:

@@ -53,7 +53,7 @@ def safetensors(data: bytes) -> tuple[dict[str, Any], dict[str, tuple[str, list[
 
 def read_shard(root: Path, shard: dict[str, Any], block: int) -> bytes:
     """The bytes of a shard, every block verified (section 4)."""
-    data = (root / shard["file"]).read_bytes()
+    data: bytes = (root / shard["file"]).read_bytes()
     start, stop = shard["data_start"], shard["table_start"]
     assert len(data) == shard["size"]
     assert xxh(data[:start]) == shard["header_digest"]

@@ -53,7 +53,7 @@ def test_item_shapes_survive_the_header(dtype: DType, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(
-    "dtype", [d for d in DTYPES.values() if d.stored == d.name and not d.name.startswith("F6")], ids=lambda d: d.name
+    "dtype", [d for d in DTYPES.values() if d.stored == d.name and not d.name.startswith("F6_")], ids=lambda d: d.name
 )
 def test_safetensors_itself_stores_this_torch_dtype_under_this_name(dtype: DType) -> None:
     x = torch.zeros(2, 4, dtype=torch.uint8).view(torch.uint8).repeat(1, dtype.itemsize).view(dtype.torch)

@@ -18,11 +18,11 @@ from ucformat.image import Image, Part, stream, write_image
 from ucformat.storage import Store, open_store
 
 
-def _content(piece: int, size: int) -> np.ndarray:  # type: ignore[type-arg]
+def _content(piece: int, size: int) -> np.ndarray:
     return np.random.default_rng(piece).integers(1, 256, size, dtype=np.uint8)
 
 
-def _fill_from(contents: Sequence[np.ndarray]) -> images.Fill:  # type: ignore[type-arg]
+def _fill_from(contents: Sequence[np.ndarray]) -> images.Fill:
     def fill(parts: Sequence[Part]) -> None:
         for part in parts:
             part.out[:] = contents[part.piece][part.start : part.stop]
@@ -39,7 +39,8 @@ def test_an_image_is_written_as_planned(
     contents = [_content(i, n) for i, n in enumerate(sizes)]
     start = 4096 + np.cumsum(np.array([0, *sizes[:-1]] if sizes else [], dtype=np.int64) + gap)
     end = int(start[-1] + sizes[-1]) if sizes else 4096
-    image = Image(end + 77, [(0, head), (end + 70, b"tail")], np.arange(len(sizes)), start, np.array(sizes, dtype=np.int64), 4096 * own_origin)
+    lengths = np.array(sizes, dtype=np.int64)
+    image = Image(end + 77, [(0, head), (end + 70, b"tail")], np.arange(len(sizes)), start, lengths, 4096 * own_origin)
     store: Store = open_store(str(tmp_path_factory.mktemp("i")) if kind == "local" else f"memory://{uuid.uuid4().hex}")
     with store.writer("f", image.size) as writer:
         digests = write_image(writer, image, _fill_from(contents), block_bytes=64 << 10)

@@ -62,7 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
         "model/whole[0:7, 0:6, 0:12]": random_tensor("U8", (3,), 103),
         "optimizer/näme/exp_avg": random_tensor("F32", (1000, 200), 104),
     }
-    whole = {"model/zero-d", "model/empty", "model/whole", *(f"model/{name}" for name in DTYPES if name.startswith("F6"))}
+    whole = {"model/zero-d", "model/empty", "model/whole", *(f"model/{name}" for name in DTYPES if name.startswith("F6_"))}
     targets, views = [], []
     for name, x in tensors.items():
         kind = name.removeprefix("model/")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.localdisk import ALIGNMENT, LocalStore, aligned
-from ucformat.storage import Store, open_store, safe_path
+from ucformat.storage import Bytes, Store, open_store, safe_path
 
 StoreMaker = Callable[[], Store]
 
@@ -24,7 +24,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}")
 
 
-def _data(size: int) -> np.ndarray:  # type: ignore[type-arg]
+def _data(size: int) -> Bytes:
     return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
 
 

@@ -1,9 +1,9 @@
 """ucformat: checkpoints that load onto any layout, and a converter between formats.
 
-    ucformat.save("runs/a", state, step=100, keep=3)     # every rank calls; committed or absent
-    step = ucformat.load("runs/a", into=state)           # newest committed step, onto the layout `state` has now
-    ucformat.open("runs/a")["model/wte.weight"][0:8]     # reads just these bytes
-    ucformat.convert("runs/a", "out", to="hf")
+ucformat.save("runs/a", state, step=100, keep=3)     # every rank calls; committed or absent
+step = ucformat.load("runs/a", into=state)           # newest committed step, onto the layout `state` has now
+ucformat.open("runs/a")["model/wte.weight"][0:8]     # reads just these bytes
+ucformat.convert("runs/a", "out", to="hf")
 """
 
 from ucformat.api import convert, load, open, save, steps  # noqa: A004  # the verb that users expect

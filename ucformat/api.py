@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import overload
+from typing import Any, overload
 
 import torch.distributed as dist
 
@@ -11,8 +11,9 @@ from ucformat import formats, values
 from ucformat.catalog import Catalog
 from ucformat.errors import NotACheckpointError
 from ucformat.formats import native
-from ucformat.formats.source import Source
+from ucformat.formats.source import Source, locate
 from ucformat.group import current
+from ucformat.manifest import MANIFEST
 from ucformat.reshard.convert import convert
 from ucformat.reshard.lazy import Checkpoint
 from ucformat.reshard.load import LoadOptions, load_state
@@ -64,7 +65,7 @@ def _prune(run: Store, keep: int) -> None:
     """Leave the newest `keep` committed steps; the commit record goes first, so none is ever half there."""
     for old in native.committed_steps(run)[:-keep]:
         store = run.sub(native.step_name(old))
-        store.remove(native.MANIFEST)
+        store.remove(MANIFEST)
         store.remove()
 
 
@@ -73,7 +74,7 @@ def load(path: str, into: None = None, *, step: int | None = ..., verify: bool =
 @overload
 def load(
     path: str,
-    into: MutableMapping[str, object],
+    into: MutableMapping[str, Any],
     *,
     step: int | None = ...,
     strict: bool = ...,
@@ -84,7 +85,7 @@ def load(
 ) -> int | None: ...
 def load(
     path: str,
-    into: MutableMapping[str, object] | None = None,
+    into: MutableMapping[str, Any] | None = None,
     *,
     step: int | None = None,
     strict: bool = True,
@@ -118,7 +119,7 @@ def load(
 
 def _newest(path: str) -> str:
     """The checkpoint that a run directory means now, so that all ranks load the same one."""
-    source = formats.locate(path)
+    source = locate(path)
     return native.find(source).url if formats.detect(source) is native and source.file is None else path
 
 

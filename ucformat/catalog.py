@@ -20,7 +20,6 @@ from ucformat.dtypes import DTYPES, DType
 from ucformat.errors import FormatError
 from ucformat.storage import Store
 
-
 MAX_BYTES = (1 << 63) - 1  # of a tensor, and of any of its dimensions: offsets are int64
 
 

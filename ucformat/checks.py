@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -67,19 +69,37 @@ def mismatches(checks: Checks, start: int, data: Bytes) -> Iterator[int]:
             yield i
 
 
+@dataclass(slots=True, eq=False)
+class _Noted:
+    """Bytes [start, stop) of a range, and their crc32 once it is computed."""
+
+    start: int
+    stop: int
+    crc: int | None = None
+
+    def join(self, after: _Noted) -> bool:
+        """Become one with the part that follows, when they touch and both are known."""
+        if self.stop != after.start or self.crc is None or after.crc is None:
+            return False
+        self.crc = crc32_combine(self.crc, after.crc, after.stop - after.start)
+        self.stop = after.stop
+        return True
+
+
 class Ledger:
-    """crc32 of ranges that arrive in parts, in any order and from any thread.
+    """crc32 of ranges that arrive in parts, in any order and from any thread, some bytes perhaps more than once.
 
     `add` returns the index of a range whose last part made it complete and wrong.
     """
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
-        self._parts: dict[int, dict[int, tuple[int, int]]] = {}
+        self._parts: dict[int, list[_Noted]] = {}
+        self._done: set[int] = set()
         self._lock = threading.Lock()
 
     def add(self, start: int, data: Bytes) -> int | None:
-        """Note bytes that were read from `start`. No byte may be noted twice."""
+        """Note bytes that were read from `start`."""
         checks, stop = self._checks, start + data.nbytes
         first = int(np.searchsorted(checks.stop, start, side="right"))
         wrong: int | None = None
@@ -87,22 +107,48 @@ class Ledger:
             low, high = max(start, int(checks.start[i])), min(stop, int(checks.stop[i]))
             if int(checks.start[i]) >= stop:
                 break
-            if low < high and not self._note(i, low, zlib.crc32(memoryview(data[low - start : high - start])), high - low):
-                wrong = i if wrong is None else wrong
+            for part in self._claim(i, low, high) if low < high else ():
+                crc = zlib.crc32(memoryview(data[part.start - start : part.stop - start]))
+                if not self._note(i, part, crc) and wrong is None:
+                    wrong = i
         return wrong
 
-    def _note(self, index: int, start: int, crc: int, size: int) -> bool:
-        begin, end = int(self._checks.start[index]), int(self._checks.stop[index])
+    def _claim(self, index: int, start: int, stop: int) -> list[_Noted]:
+        """The parts of [start, stop) that nobody has noted yet, from now on this caller's to compute."""
+        fresh: list[_Noted] = []
         with self._lock:
-            parts = self._parts.setdefault(index, {})
-            parts[start] = (crc, size)
-            if sum(n for _, n in parts.values()) < end - begin:
+            if index in self._done:
+                return fresh
+            parts = self._parts.setdefault(index, [])
+            first = bisect.bisect_right(parts, start, key=lambda part: part.stop)
+            at = start
+            for other in parts[first:]:
+                if other.start >= stop:
+                    break
+                if at < other.start:
+                    fresh.append(_Noted(at, other.start))
+                at = max(at, other.stop)
+            if at < stop:
+                fresh.append(_Noted(at, stop))
+            for part in fresh:
+                bisect.insort(parts, part, key=lambda part: part.start)
+        return fresh
+
+    def _note(self, index: int, part: _Noted, crc: int) -> bool:
+        """Put in a claimed part's crc, merge it with its neighbours; False when it completes a range that is wrong."""
+        with self._lock:
+            part.crc = crc
+            parts = self._parts[index]
+            at = bisect.bisect_left(parts, part.start, key=lambda part: part.start)
+            for left in (at, at - 1):
+                if 0 <= left < len(parts) - 1 and parts[left].join(parts[left + 1]):
+                    del parts[left + 1]
+            whole = parts[0]
+            if whole.crc is None or (whole.start, whole.stop) != (self._checks.start[index], self._checks.stop[index]):
                 return True
             del self._parts[index]
-        total = 0
-        for at in sorted(parts):
-            total = crc32_combine(total, *parts[at])
-        return total == int(self._checks.digest[index])
+            self._done.add(index)
+        return whole.crc == int(self._checks.digest[index])
 
 
 def crc32_combine(first: int, second: int, size: int) -> int:

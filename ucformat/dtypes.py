@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor  # inside DType, `torch` is a field
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class DType:
         """A numpy dtype of the same width, for views that move bytes."""
         return np.dtype(f"u{self.itemsize}") if self.itemsize <= 8 else np.dtype(f"V{self.itemsize}")
 
-    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+    def empty(self, shape: Sequence[int]) -> Tensor:
         """A new uninitialised CPU tensor of `shape` items."""
         return torch.empty(math.prod(shape) * self.itemsize, dtype=torch.uint8).view(self.torch).view(tuple(shape))
 
@@ -95,7 +96,7 @@ DTYPES: dict[str, DType] = {
     ]
 }
 
-_BY_TORCH: dict[torch.dtype, DType] = {d.torch: d for d in DTYPES.values() if not d.name.startswith("F6")}
+_BY_TORCH: dict[torch.dtype, DType] = {d.torch: d for d in DTYPES.values() if not d.name.startswith("F6_")}
 
 
 def from_torch(dtype: torch.dtype) -> DType:

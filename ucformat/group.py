@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -32,7 +32,7 @@ class Group:
             return [item]
         items: list[T | None] = [None] * self.size
         dist.all_gather_object(items, item, group=self.process_group)
-        return [x for x in items]  # type: ignore[misc]  # every slot was filled by its rank
+        return cast("list[T]", items)  # every slot was filled by its rank
 
     def gather(self, item: T) -> list[T]:
         """Every rank's item, in rank order, on rank 0; an empty list elsewhere."""
@@ -40,7 +40,7 @@ class Group:
             return [item]
         items: list[T | None] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(item, items, group=self.process_group, group_dst=0)
-        return [x for x in items or []]  # type: ignore[misc]  # every slot was filled by its rank
+        return cast("list[T]", items or [])  # every slot was filled by its rank
 
     def broadcast(self, item: T) -> T:
         """Rank 0's item on every rank."""

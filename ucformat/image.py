@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from ucformat.storage import Bytes, Writer
 
 CHUNK_BYTES = 4 << 20  # filled, hashed and written by one thread: long enough for full disk speed
 THREADS = 4  # chunks in flight
+STREAM_ALIGN = 64  # bytes; pieces that share a chunk start at multiples of it, so that any dtype can be viewed in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Image:
     def chunks(self) -> list[tuple[int, int]]:
         """File ranges that are written one at a time."""
         cuts = [*range(0, self.origin, CHUNK_BYTES), *range(self.origin, self.size, CHUNK_BYTES), self.size]
-        return list(zip(cuts[:-1], cuts[1:], strict=True))
+        return list(pairwise(cuts))
 
 
 @dataclass(slots=True)
@@ -148,27 +150,39 @@ def write_image(
 def stream(sizes: Sequence[int], fill: Fill, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, Bytes]]:
     """The bytes of pieces 0, 1, … in order, for writers that append: (piece, start within it, bytes).
 
-    The next chunk is filled on a thread while the caller uses this one; a chunk is valid until the next is taken.
-    Empty pieces yield nothing.
+    The next chunk is filled on a thread while the caller uses this one; bytes are valid until the next are taken.
+    Small pieces share a chunk and one call of `fill`. Empty pieces yield nothing.
     """
-    requests = [
-        (piece, start, min(start + chunk_bytes, size))
-        for piece, size in enumerate(sizes)
-        for start in range(0, size, chunk_bytes)
-    ]
+    batches = _batches(sizes, chunk_bytes)
     buffers = (aligned(chunk_bytes), aligned(chunk_bytes))
 
-    def ask(number: int) -> Bytes:
-        piece, start, stop = requests[number]
-        out = buffers[number % 2][: stop - start]
-        fill([Part(piece, start, stop, out)])
-        return out
+    def ask(number: int) -> list[Part]:
+        buffer = buffers[number % 2]
+        parts = [Part(piece, start, stop, buffer[at : at + stop - start]) for piece, start, stop, at in batches[number]]
+        fill(parts)
+        return parts
 
     with ThreadPoolExecutor(1, thread_name_prefix="ucf-stream") as pool:
-        waiting: Future[Bytes] | None = pool.submit(ask, 0) if requests else None
-        for number, (piece, start, _) in enumerate(requests):
+        waiting: Future[list[Part]] | None = pool.submit(ask, 0) if batches else None
+        for number in range(len(batches)):
             assert waiting is not None
-            data = waiting.result()
-            if number + 1 < len(requests):
+            parts = waiting.result()
+            if number + 1 < len(batches):
                 waiting = pool.submit(ask, number + 1)
-            yield piece, start, data
+            for part in parts:
+                yield part.piece, part.start, part.out
+
+
+def _batches(sizes: Sequence[int], chunk_bytes: int) -> list[list[tuple[int, int, int, int]]]:
+    """(piece, start, stop, place in the chunk) of each chunk; places are aligned for any dtype."""
+    batches: list[list[tuple[int, int, int, int]]] = []
+    used = chunk_bytes
+    for piece, size in enumerate(sizes):
+        for start in range(0, size, chunk_bytes):
+            stop = min(start + chunk_bytes, size)
+            if used + stop - start > chunk_bytes:
+                batches.append([])
+                used = 0
+            batches[-1].append((piece, start, stop, used))
+            used += -(-(stop - start) // STREAM_ALIGN) * STREAM_ALIGN
+    return batches

@@ -86,7 +86,7 @@ _HOSTILE_MODULES = frozenset(
         "requests", "urllib", "urllib2", "urllib3", "http", "httplib", "httpx", "aiohttp", "ftplib", "smtplib", "poplib",
         "imaplib", "telnetlib", "xmlrpc", "platform", "pip", "setuptools", "distutils", "pkg_resources", "sqlite3",
         "antigravity", "this", "idlelib", "lib2to3", "unittest", "_pytest", "pytest", "nose", "fabric", "paramiko",
-        "cloudpickle", "joblib",
+        "cloudpickle", "joblib", "thread", "SocketServer", "BaseHTTPServer", "SimpleHTTPServer", "xmlrpclib",
     }
 )  # fmt: skip
 _HOSTILE_PREFIXES = (

@@ -262,7 +262,7 @@ class LocalStore(Store):
         with self.reader(path) as reader:
             reader.read_into(start, out)
 
-    def reader(self, path: str) -> LocalReader:
+    def reader(self, path: str) -> Reader:
         return LocalReader(self, path, self._full(path))
 
     def put(self, path: str, data: bytes) -> None:

@@ -21,7 +21,7 @@ from ucformat.box import Ints
 from ucformat.catalog import MAX_BYTES, FragmentTable, TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError, VersionError
-from ucformat.formats.safetensors_header import LENGTH_BYTES, build_header, parse_header
+from ucformat.safetensors_header import LENGTH_BYTES, build_header, parse_header
 from ucformat.shard import Count, Digest, ShardRecord, hex_digest
 from ucformat.storage import Store, safe_path
 

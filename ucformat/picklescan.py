@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from ucformat.errors import FormatError
 
 MEMO_FLOOR = 1 << 20  # memo indices below this cost 16 MiB at most, whatever the pickle's length
+_RUN_OPS = 4096  # matched at a time: the regular expression engine remembers each one in case it must go back
 
 _REFUSED = {"PERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 """Opcodes that no checkpoint needs and whose meaning depends on the process that reads."""
@@ -38,7 +39,7 @@ def _run() -> re.Pattern[bytes]:
         _pattern(op for op in plain if _argument(op) == width) + b".{%d}" % width for width in sorted(set(map(_argument, plain)))
     ]
     small_put = rb"r..[\x00-\x0f]\x00"
-    return re.compile(b"(?:" + b"|".join([*parts, small_put]) + b")+", re.DOTALL)
+    return re.compile(b"(?:" + b"|".join([*parts, small_put]) + b"){1,%d}" % _RUN_OPS, re.DOTALL)
 
 
 _RUN = _run()

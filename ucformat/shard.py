@@ -21,9 +21,9 @@ from ucformat.box import Box, Ints
 from ucformat.catalog import Checks, TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError, UnrepresentableError
-from ucformat.formats.safetensors_header import Header, build_header, read_header
 from ucformat.image import Fill, Image, write_image
 from ucformat.localdisk import aligned
+from ucformat.safetensors_header import Header, build_header, read_header
 from ucformat.storage import Bytes, Store
 
 PAGE = 4096  # bytes; data and checksum table start at multiples of it
@@ -133,9 +133,7 @@ def lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes:
     header = build_header(header_entries, {"format": "pt", "ucf": note}, align=PAGE)
     start = len(header) + np.cumsum(sizes) - sizes
     table_start = len(header) + data + pad
-    return ShardLayout(
-        header, np.array(order, dtype=np.int64), start, sizes, table_start, table_start + 8 * words, block_bytes
-    )
+    return ShardLayout(header, np.array(order, dtype=np.int64), start, sizes, table_start, table_start + 8 * words, block_bytes)
 
 
 def write_shard(
@@ -146,17 +144,13 @@ def write_shard(
     on_bytes: Callable[[int], None] | None = None,
 ) -> ShardRecord:
     """Write a shard durably; `fill` knows the pieces by their index in what was laid out."""
-    image = Image(
-        layout.table_start, [(0, layout.header)], layout.order, layout.start, layout.nbytes, origin=layout.data_start
-    )
+    image = Image(layout.table_start, [(0, layout.header)], layout.order, layout.start, layout.nbytes, origin=layout.data_start)
     with store.writer(path, layout.size) as writer:
         digests = write_image(writer, image, fill, block_bytes=layout.block_bytes, on_bytes=on_bytes)
         table = _table(layout, digests)
         writer.write(layout.table_start, table)
     header = np.frombuffer(layout.header, dtype=np.uint8)
-    return ShardRecord(
-        path, layout.size, layout.data_start, layout.table_start, hex_digest(header), hex_digest(table)
-    )
+    return ShardRecord(path, layout.size, layout.data_start, layout.table_start, hex_digest(header), hex_digest(table))
 
 
 def _table(layout: ShardLayout, digests: NDArray[np.uint64]) -> Bytes:

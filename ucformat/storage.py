@@ -18,6 +18,7 @@ from ucformat.errors import FormatError
 Bytes = NDArray[np.uint8]
 """A flat writable or readable byte buffer."""
 
+
 class Writer(ABC):
     """One new file being written. Use as a context manager: an exception inside aborts it."""
 
@@ -44,6 +45,7 @@ class Writer(ABC):
             self.close()
         else:
             self.abort()
+
 
 class Reader:
     """One file kept open for several reads. Use as a context manager."""

@@ -27,10 +27,12 @@ _LOCATOR = struct.Struct("<4sIQI")
 _TAIL_BYTES = 4096  # end records and the directory of a few entries: all of it for a DCP item
 _COMMENT_BYTES = 65535  # the longest comment that a zip can end in
 _MAX_DIRECTORY = 1 << 30  # bytes; ten million records
-_GAP_BYTES = 32 << 10  # cheaper to read than to ask for separately
+_GAP_BYTES = 4096  # cheaper to read than to ask for separately
 _SPAN_BYTES = 2 << 20  # of one read: many small records at once, and no large one
+_BATCH = 4096  # records whose local headers are fetched at once: 16 MiB with the gaps between them
 _THREADS = 8  # reads of a few hundred bytes wait for latency, not for bandwidth
-_MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
+_FEW = 16  # records: more than a DCP item has, whose headers are at hand already
+_MAX32 = 0xFFFFFFFF  # a 32-bit size that stands for "see the zip64 field"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +243,29 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: str, at: int
 
 def _data_starts(store: Store, path: str, peek: Peek, records: Sequence[_Record], directory: int) -> list[int]:
     """Where each record's data starts, by its local header."""
-    spans = {r.header: (r.header, min(directory, r.header + _LOCAL.size)) for r in records}
-    headers = Peek(store, path) if len(records) > 16 else peek  # a DCP item's are in what `peek` has
-    if headers is not peek:
-        headers.prefetch(spans.values())
-    starts = []
-    for record in records:
-        signature, *_, name_len, extra_len = _LOCAL.unpack(headers.get(*spans[record.header]))
-        data = record.header + _LOCAL.size + name_len + extra_len
-        if signature != b"PK\x03\x04" or data + record.size > directory:
-            raise FormatError(path, f"the local header of zip record {record.name!r} is damaged", record.header, data)
-        starts.append(data)
+    if len(records) <= _FEW:
+        return [_data_start(path, peek, record, directory) for record in records]
+    starts = [0] * len(records)
+    order = sorted(range(len(records)), key=lambda i: records[i].header)
+    headers = Peek(store, path)
+    for first in range(0, len(order), _BATCH):
+        batch = order[first : first + _BATCH]
+        headers.prefetch(_header(records[i], directory) for i in batch)
+        for i in batch:
+            starts[i] = _data_start(path, headers, records[i], directory)
     return starts
+
+
+def _header(record: _Record, directory: int) -> tuple[int, int]:
+    return record.header, min(directory, record.header + _LOCAL.size)
+
+
+def _data_start(path: str, peek: Peek, record: _Record, directory: int) -> int:
+    signature, *_, name_len, extra_len = _LOCAL.unpack(peek.get(*_header(record, directory)))
+    data: int = record.header + _LOCAL.size + name_len + extra_len
+    if signature != b"PK\x03\x04" or data + record.size > directory:
+        raise FormatError(path, f"the local header of zip record {record.name!r} is damaged", record.header, data)
+    return data
 
 
 def without_prefix(entries: Mapping[str, ZipEntry], path: str) -> dict[str, ZipEntry]:

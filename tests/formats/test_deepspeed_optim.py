@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,7 +84,7 @@ def test_a_step_that_is_a_number_becomes_each_parameters_tensor(where: str, tmp_
     """DeepSpeed's FusedAdam."""
     run = copy_of("z2two", tmp_path)
 
-    def change(tree: dict[str, dict[str, dict[str, dict[int, dict[str, object]]]]]) -> None:
+    def change(tree: dict[str, Any]) -> None:
         inner = tree["optimizer_state_dict"]["base_optimizer_state"]
         for g, state in inner["state"].items():
             state.pop("step")
@@ -96,16 +100,15 @@ def test_a_step_that_is_a_number_becomes_each_parameters_tensor(where: str, tmp_
     assert_same(run, "z2two")
 
 
+def add_table(tree: dict[str, Any], rank: int) -> None:
+    tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["absmax"] = torch.full((5,), rank)
+
+
 def test_state_of_another_length_is_kept_as_it_is(tmp_path: Path) -> None:
     """Quantisation tables and the like belong to a rank's whole buffer."""
     run = copy_of("z1n3", tmp_path)
     for rank, file in enumerate(optimizer_files(run)):
-        edit(
-            file,
-            lambda tree, rank=rank: tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(
-                absmax=torch.full((5,), rank)
-            ),
-        )  # type: ignore[misc]  # bound at once
+        edit(file, partial(add_table, rank=rank))
     catalog = open_kind(run)
     assert torch.equal(read(catalog, "deepspeed/optimizer_state/0/absmax/2"), torch.full((5,), 2))
     assert any("absmax" in remark for remark in catalog.notes.remarks)
@@ -115,7 +118,7 @@ def test_state_of_another_length_is_kept_as_it_is(tmp_path: Path) -> None:
 def test_an_empty_parameter_is_there(tmp_path: Path) -> None:
     run = copy_of("z1n3", tmp_path)
 
-    def change(tree: dict[str, dict[str, object]]) -> None:
+    def change(tree: dict[str, Any]) -> None:
         tree["module"]["none"] = torch.empty(0, 4)
         tree["module"]["other"] = torch.empty(3, 0)
         tree["shared_params"]["other"] = "none"  # DeepSpeed believes so, since empty tensors have one address
@@ -124,3 +127,32 @@ def test_an_empty_parameter_is_there(tmp_path: Path) -> None:
     catalog = open_kind(run)
     assert read(catalog, "model/none").shape == (0, 4)
     assert read(catalog, "model/other").shape == (3, 0)
+
+
+def test_scheduler_sampler_arguments_and_client_tensors_are_kept(tmp_path: Path) -> None:
+    run = copy_of("z2two", tmp_path)
+    client = {
+        "lr_scheduler": {"last_epoch": 3, "_last_lr": [0.01]},
+        "data_sampler": {"consumed": 12},
+        "args": argparse.Namespace(hidden_size=7, lr=0.01),
+        "rng": {"torch": torch.arange(5, dtype=torch.uint8), "numpy": np.arange(3.0)},
+        "tokens": 1 << 40,
+    }
+    edit(model_file(run), lambda tree: tree.update(client))
+    catalog = open_kind(run)
+    values = catalog.values
+    assert isinstance(values, dict)
+    assert values["scheduler"] == client["lr_scheduler"]
+    assert values["data"] == client["data_sampler"]
+    assert values["args"] == client["args"]
+    assert values["client"]["tokens"] == client["tokens"]
+    assert torch.equal(read(catalog, "client/rng/torch"), torch.arange(5, dtype=torch.uint8))
+    assert torch.equal(read(catalog, "client/rng/numpy"), torch.arange(3.0, dtype=torch.float64))
+    assert_same(run, "z2two")
+
+
+def test_sub_groups_belong_to_the_only_param_group_when_it_lists_none(tmp_path: Path) -> None:
+    run = copy_of("z3n3", tmp_path)
+    for file in optimizer_files(run):
+        edit(file, lambda tree: tree["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(params=[]))
+    assert_same(run, "z3n3")

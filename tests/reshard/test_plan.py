@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def tilings(draw: Draw) -> tuple[tuple[int, ...], list[Box], list[Box]]:
         if shape and draw(st.booleans()):
             size = math.prod(shape)
             cuts = sorted({0, size, *(draw(st.integers(0, size)) for _ in range(draw(st.integers(0, 4))))})
-            result.append([b for x, y in zip(cuts[:-1], cuts[1:], strict=True) for b in flat_range(shape, x, y)])
+            result.append([b for x, y in pairwise(cuts) for b in flat_range(shape, x, y)])
         else:
             result.append(_cuts(draw, Box.whole(shape), 4))
     return shape, result[0], result[1]

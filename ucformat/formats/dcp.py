@@ -27,6 +27,7 @@ from ucformat.torchzip import checks_of
 NAME = "dcp"
 __all__ = ["NAME", "detect", "open_catalog", "write"]
 
+_MEGATRON = frozenset({"metadata.json", "common.pt"})  # Megatron's distributed checkpoints keep other things beside DCP's
 _MAX_HOLES = 1000  # list items that vanished because they were empty dicts
 
 
@@ -37,6 +38,8 @@ def detect(source: Source) -> bool:
     try:
         names = source.store.list()
     except UcformatError:
+        return False
+    if _MEGATRON.issubset(names):
         return False
     return FILE in names or (any(map(_is_rank_metadata, names)) and any(name.endswith(".distcp") for name in names))
 

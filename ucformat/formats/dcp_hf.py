@@ -1,31 +1,32 @@
 """DCP's distributed Hugging Face form: safetensors shards whose metadata says which box of a tensor each entry is.
 
-There is no index and no global shape: a tensor's shape is the extent of its boxes, so a lost last shard can only be
-noticed by the shard numbers in the file names; a hole is reported by the planner before anything is read. What DCP
-consolidates out of these files is a plain Hugging Face directory, which `hf` reads.
+There is no index and no global shape: a tensor's shape is the extent of its boxes. So a lost last shard can't be told
+from a smaller tensor (a remark says when shard numbers are missing); a hole is reported by the planner before anything
+is read. What DCP consolidates out of these files is a plain Hugging Face directory, which `hf` reads.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.dtypes import DTYPES
-from ucformat.errors import FormatError, MissingFileError, UcformatError, UnsupportedError
-from ucformat.formats.safetensors_header import Entry, Header, distinct, is_safetensors, read_header
+from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
+from ucformat.safetensors_header import Entry, Header, distinct, is_safetensors, read_header
 from ucformat.storage import Store
 
 NAME = "dcp-hf"
 KEY = "DCP_SHARDING_INFO"
 _SUFFIX = ".safetensors"
 _SNIFF_BYTES = 4096  # __metadata__ comes first in a header
-_SHARD = re.compile(r"shard-(\d+)-(.*)-(\d+)-of-(\d+)\.safetensors")
+_SHARD = re.compile(r"shard-(\d{1,9})-.*\.safetensors")  # numbers start at 1
 _INT64 = 1 << 63
+_SHOWN = 5  # missing numbers in a remark
 
 
 def detect(source: Source) -> bool:
@@ -50,10 +51,9 @@ def _has_boxes(store: Store, path: str) -> bool:
 def open_catalog(source: Source) -> Catalog:
     """The catalog of a directory of shards. Reads headers only.
 
-    Raises FormatError when entries and boxes disagree, MissingFileError when a shard number is missing, UnsupportedError.
+    Raises FormatError when entries and boxes disagree, UnsupportedError.
     """
     names = _shards(source.store)
-    _all_there(names)
     headers = [read_header(source.store, name) for name in names]
     boxes: dict[str, list[tuple[int, Entry, Box]]] = {}
     for number, header in enumerate(headers):
@@ -65,28 +65,17 @@ def open_catalog(source: Source) -> Catalog:
         builder.file(File(header.path, header.size))
     for name, held in boxes.items():
         _add(builder, name, held)
-    remark = "tensor shapes are inferred from the shards: this format does not record them"
-    return builder.build({}, Notes(NAME, remarks=(remark,)))
+    inferred = "tensor shapes are inferred from the shards: this format does not record them"
+    return builder.build({}, Notes(NAME, remarks=(inferred, *_gaps(names))))
 
 
-def _all_there(names: Iterable[str]) -> None:
-    """Raise MissingFileError when the numbers in file names show that some are gone."""
-    groups: dict[tuple[str, str], set[int]] = {}
-    ranks: dict[int, str] = {}
-    for name in names:
-        found = _SHARD.fullmatch(name)
-        if found is None:
-            continue
-        rank, stem, file, count = found.groups()
-        ranks[int(rank)] = rank
-        groups.setdefault((f"shard-{rank}-{stem}", count), set()).add(int(file))
-    for (stem, count), held in groups.items():
-        lost = sorted(set(range(1, min(int(count), max(held) + 10_000) + 1)) - held)
-        if lost and len(held) > 1:
-            raise MissingFileError(f"{stem}-{lost[0]:0{len(count)}d}-of-{count}{_SUFFIX}")
-    lost = sorted(set(range(min(ranks, default=0), max(ranks, default=0))) - set(ranks))
-    if lost:
-        raise MissingFileError(f"shard-{lost[0]:05d}-…{_SUFFIX}", "missing: the shards of this rank are not there")
+def _gaps(names: Iterable[str]) -> Iterator[str]:
+    """A remark when shard numbers are missing: their ranks had nothing to write, or their files are lost."""
+    held = {int(found.group(1)) for found in map(_SHARD.fullmatch, names) if found}
+    last = max(held, default=0)
+    if len(held) < last:
+        missing = [number for number in range(1, min(last, len(held) + _SHOWN + 1)) if number not in held][:_SHOWN]
+        yield f"no files of shards {', '.join(map(str, missing))}… of at least {last}: nothing to write there, or lost"
 
 
 def _offsets(header: Header) -> dict[str, list[int]]:

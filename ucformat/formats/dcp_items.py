@@ -13,8 +13,8 @@ from ucformat.storage import Store
 from ucformat.torchzip import Peek, ZipEntry, tail_range
 
 _HEAD_BYTES = 2048  # of an item: its pickle and the local headers up to the tensor's data
-_SMALL_BYTES = 16 << 10  # an item that is read whole: mostly values
-_BATCH = 4096  # items whose heads and tails are in memory at once: about 25 MiB
+_SMALL_BYTES = 8 << 10  # an item that is read whole: mostly values
+_BATCH = 4096  # items whose heads and tails are in memory at once: at most 40 MiB
 
 
 @dataclass(frozen=True, slots=True)

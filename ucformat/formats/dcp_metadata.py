@@ -113,7 +113,7 @@ def _tensor(key: str, entry: Inert) -> StoredKey:
         raise UnsupportedError(FILE, f"entry {key!r} is a {entry.class_name}")
     fields = entry.attributes
     shape = _ints(fields.get("size"), key)
-    chunks: dict[tuple[int, ...], Chunk] = {}
+    chunks: dict[Chunk, None] = {}  # replicas are listed once
     listed = fields.get("chunks")
     if not isinstance(listed, list):
         raise FormatError(FILE, f"tensor {key!r} has no list of chunks")
@@ -124,8 +124,8 @@ def _tensor(key: str, entry: Inert) -> StoredKey:
             raise FormatError(FILE, f"tensor {key!r}: a chunk has other dimensions than {list(shape)}")
         if 0 in chunk.length and 0 not in shape:
             continue  # an empty shard says nothing, and must not take the place of a real one at the same offset
-        chunks.setdefault(chunk.offset, chunk)
-    return StoredKey(key, _dtype(key, fields.get("properties")), shape, tuple(chunks.values()))
+        chunks[chunk] = None
+    return StoredKey(key, _dtype(key, fields.get("properties")), shape, tuple(chunks))
 
 
 def _dtype(key: str, properties: object) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
+from ucformat.formats import companions
 from ucformat.formats.dcp_metadata import FILE
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Target, WriteJob
@@ -88,6 +89,8 @@ def write(job: WriteJob) -> None:
                 _write_items(job, held, writer.write)
 
     def commit(store: Store) -> None:
+        for text in companions.carry(job.source, store, companions.PREFIX):
+            _LOG.warning("%s", text)
         store.put(FILE, _metadata(job, specs, paths, placed))
 
     publish(job, write_mine, commit)
@@ -105,7 +108,7 @@ def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | in
     pieces: dict[str, list[tuple[int, Target]]] = {}
     for index, target in enumerate(job.targets):
         pieces.setdefault(target.name, []).append((index, target))
-        if target.spec.dtype.startswith("F6"):
+        if target.spec.dtype.startswith("F6_"):
             raise UnsupportedError(job.store.url, f"tensor {target.name!r}: torch has no dtype {target.spec.dtype}")
     arrays = {name: _array(job, pieces[name]) for name in set(_arrays(job.values)) if name in pieces}
     leaves: dict[str, Any] = {name: arrays.get(name, _Tensor(name, held[0][1].spec)) for name, held in pieces.items()}

@@ -61,7 +61,7 @@ def open_catalog(source: Source) -> Catalog:
     values = _values(opened, tree, model.rest, found, files.model[0])
     step, world = tree.get("global_steps"), len(ranks) or _count(tree, "dp_world_size")
     notes = Notes(NAME, step if type(step) is int else None, {"dp": world} if world else {}, tuple(opened.remarks))
-    return opened.builder.build(values, notes)
+    return opened.build(values, notes)
 
 
 def _refuse(tree: Mapping[Any, Any], files: RankFiles) -> None:

@@ -166,9 +166,7 @@ def _add_frozen(opened: Opened, frozen: Shapes, trees: Sequence[Mapping[Any, Any
             fragments = mapping(tree.get("frozen_param_fragments"), where, "frozen_param_fragments")
             parts.append(flat_tensor(fragments.get(name), where, f"frozen {name!r}"))
         lengths = [part.shape[0] for part in parts]
-        spread = ParameterSlices({name: shape}).runs(lengths)
-        if spread is None:
+        pieces = ParameterSlices({name: shape}).pieces(lengths)
+        if pieces is None or len({part.dtype for part in parts}) > 1:
             raise FormatError(parts[0].file, f"frozen {name!r} of shape {list(shape)} is held in slices of {lengths[:16]}")
-        opened.builder.tensor(weight(name), parts[0].dtype, shape)
-        for part, runs in zip(parts, spread, strict=True):
-            opened.runs(weight, part, runs)
+        opened.spread([weight(name)], [shape], parts, pieces)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from ucformat.box import Box
-from ucformat.catalog import CatalogBuilder, File
+import numpy as np
+
+from ucformat.box import Box, Ints
+from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes, row_major
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
-from ucformat.formats.deepspeed_flat import Run
+from ucformat.formats.deepspeed_flat import Pieces
 from ucformat.safepickle import RefusedTensor, StoredTensor, open_torch_zip
 from ucformat.storage import Store
 from ucformat.torchzip import checks_of
@@ -38,6 +41,7 @@ class Opened:
         self.builder = CatalogBuilder(store)
         self.remarks: list[str] = []
         self._ids: dict[str, int] = {}
+        self._blocks: list[tuple[Sequence[str], FragmentTable]] = []
         self._inline: dict[tuple[str, bytes], int] = {}
 
     def trees(self, paths: Sequence[str]) -> list[Any]:
@@ -59,14 +63,19 @@ class Opened:
         self.builder.tensor(name, stored.dtype, stored.shape)
         self.builder.fragment(name, self._ids[stored.file], stored.start, stride=None if stored.contiguous else stored.stride)
 
-    def runs(self, name_of: Callable[[str], str], stored: StoredTensor, runs: Sequence[Run]) -> None:
-        """Add what a rank's flat buffer holds of each parameter `p`, to the tensor `name_of(p)`."""
-        file, itemsize = self._ids[stored.file], DTYPES[stored.dtype].itemsize
-        for run in runs:
-            name = name_of(run.name)
-            self.builder.tensor(name, stored.dtype, run.shape)
-            for at, box in run.boxes():
-                self.builder.fragment(name, file, stored.start + at * itemsize, box)
+    def spread(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], parts: Sequence[StoredTensor], pieces: Pieces
+    ) -> None:
+        """Add tensors, one for each parameter of a group, that lie in the ranks' flat buffers `parts` of one dtype."""
+        dtype = parts[0].dtype
+        for name, shape in zip(names, shapes, strict=True):
+            self.builder.tensor(name, dtype, shape)
+        file = np.array([self._ids[part.file] for part in parts], dtype=np.int32)
+        base = np.array([part.start for part in parts], dtype=np.int64)
+        start = base[pieces.rank] + pieces.at * DTYPES[dtype].itemsize
+        self._blocks.append(
+            (names, FragmentTable(pieces.param.astype(np.int32), file[pieces.rank], start, pieces.offset, pieces.length))
+        )
 
     def inline(self, name: str, dtype: str, shape: Sequence[int], data: bytes, origin: str) -> None:
         """Add a small tensor whose bytes were computed here, from what `origin` says. Equal ones share them."""
@@ -75,6 +84,19 @@ class Opened:
             self._inline[key] = self.builder.file(File(origin, len(data), inline=data))
         self.builder.tensor(name, dtype, shape)
         self.builder.fragment(name, self._inline[key], 0, Box.whole(tuple(shape)))
+
+    def build(self, values: object, notes: Notes) -> Catalog:
+        """The catalog of everything that was added."""
+        catalog = self.builder.build(values, notes)
+        number = {spec.name: i for i, spec in enumerate(catalog.tensors)}
+        ndim = max((len(spec.shape) for spec in catalog.tensors), default=0)
+        tables = [catalog.fragments]
+        for names, table in self._blocks:
+            tensor = np.array([number[name] for name in names], dtype=np.int32)[table.tensor]
+            tables.append(
+                replace(table, tensor=tensor, offset=_widen(table.offset, ndim, 0), length=_widen(table.length, ndim, 1))
+            )
+        return replace(catalog, fragments=_merge(tables))
 
     def bytes_of(self, stored: Sequence[StoredTensor]) -> list[bytes]:
         """The bytes of small contiguous tensors, read side by side."""
@@ -85,6 +107,28 @@ class Opened:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(read, stored))
+
+
+def _widen(columns: Ints, ndim: int, fill: int) -> Ints:
+    """(N, D) columns padded to (N, ndim)."""
+    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
+
+
+def _merge(tables: Sequence[FragmentTable]) -> FragmentTable:
+    """One table of all rows, sorted by tensor."""
+    tensor = np.concatenate([table.tensor for table in tables])
+    order = np.argsort(tensor, kind="stable")
+    stride = None
+    if any(table.stride is not None for table in tables):
+        stride = np.concatenate([row_major(table.length) if table.stride is None else table.stride for table in tables])[order]
+    return FragmentTable(
+        tensor[order],
+        np.concatenate([table.file for table in tables])[order],
+        np.concatenate([table.start for table in tables])[order],
+        np.concatenate([table.offset for table in tables])[order],
+        np.concatenate([table.length for table in tables])[order],
+        stride,
+    )
 
 
 def numel(tensor: StoredTensor) -> int:

@@ -14,6 +14,8 @@ from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.deepspeed_files import LATER
 from ucformat.safepickle import RefusedTensor, StoredTensor
 
+MAX_ITEMS = 1 << 48  # of one parameter: a thousand times the largest model, and sums of them stay within int64
+
 _FLAT_ENTRIES = {
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "group_paddings", "partition_count",
     "param_slice_mappings", "param_alignment_paddings", "zero_stage",
@@ -72,7 +74,7 @@ def sequence(value: object, file: str, what: str) -> Sequence[Any]:
 
 def _counts(value: object, file: str, what: str, length: int | None = None) -> list[int]:
     found = sequence(value, file, what)
-    if not all(type(n) is int and n >= 0 for n in found) or (length is not None and len(found) != length):
+    if not all(type(n) is int and 0 <= n < MAX_ITEMS for n in found) or (length is not None and len(found) != length):
         raise FormatError(file, f"{what} is {found!r:.100}, not {'a' if length is None else length} numbers")
     return list(found)
 
@@ -141,6 +143,8 @@ def _sliced(body: Mapping[Any, Any], file: str) -> RankOptim:
     inner = mapping(body.get("optimizer_state_dict"), file, "optimizer_state_dict.optimizer_state_dict")
     by_index = mapping(inner.get("state"), file, "optimizer_state_dict.state")
     param_groups, members = _param_groups(inner, file)
+    if len(members) == 1 and not members[0]:
+        members = [list(range(len(masters)))]  # some versions save the group after they took its parameters out
     if sorted(i for found in members for i in found) != list(range(len(masters))):
         raise FormatError(file, f"{len(masters)} flat groups, and param_groups over {members}")
     return RankOptim(
@@ -155,6 +159,8 @@ def _sliced(body: Mapping[Any, Any], file: str) -> RankOptim:
 
 
 def _flat_groups(masters: Sequence[object], states: Sequence[Mapping[Any, Any]], file: str) -> list[FlatGroup]:
+    if not all(isinstance(key, str) for state in states for key in state):
+        raise FormatError(file, "the optimizer's state has entries without a name")
     return [
         FlatGroup(flat_tensor(master, file, f"fp32 weights of flat group {i}"), state)
         for i, (master, state) in enumerate(zip(masters, states, strict=True))

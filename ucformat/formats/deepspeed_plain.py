@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ucformat.dtypes import DTYPES
+from ucformat.errors import FormatError
 from ucformat.formats.deepspeed_open import Opened, dense, state
 from ucformat.formats.deepspeed_optim import FlatGroup, RankOptim, flat_tensor, mapping, sequence
 from ucformat.formats.deepspeed_zero import OptimizerState, add_step
@@ -120,6 +121,8 @@ def _numbered(
     for g, raw in enumerate(raw_groups):
         entries: list[Numbered] = []
         for i, index in enumerate(sequence(raw.get("params"), file, "params of a param group")):
+            if type(index) not in (int, str):
+                raise FormatError(file, f"a param group lists {index!r:.40} as a parameter")
             master = dense(held[g][i], file, f"master weight {index}") if held and g < len(held) and i < len(held[g]) else None
             state_of = mapping(by_index.get(index, {}), file, f"state {index}")
             shapes = {t.shape for t in state_of.values() if isinstance(t, StoredTensor) and t.shape}

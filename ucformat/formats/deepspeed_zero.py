@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from ucformat.errors import FormatError
 from ucformat.formats.deepspeed_flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
 from ucformat.formats.deepspeed_open import Opened, dense, state
-from ucformat.formats.deepspeed_optim import RankOptim, mapping, sequence
+from ucformat.formats.deepspeed_optim import MAX_ITEMS, RankOptim, mapping, sequence
 from ucformat.safepickle import StoredTensor
+from ucformat.values import join_name
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -48,7 +49,11 @@ def shape_dict(tree: object, file: str, what: str) -> Shapes:
     found: Shapes = {}
     for name, shape in mapping(tree, file, what).items():
         sizes = tuple(sequence(shape, file, f"shape of {name!r}"))
-        if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in sizes):
+        if (
+            not isinstance(name, str)
+            or not all(type(n) is int and 0 <= n < MAX_ITEMS for n in sizes)
+            or math.prod(sizes) >= MAX_ITEMS
+        ):
             raise FormatError(file, f"{what} says {name!r:.100}: {shape!r:.100}")
         found[name] = sizes
     return found
@@ -125,72 +130,82 @@ def _add_group(
     for name in geometry.shapes:
         found.note(name, "fp32")
     for key in dict.fromkeys(key for group in groups for key in group.state):
-        _add_state(opened, geometry, [group.state.get(key) for group in groups], str(key), ranks, g, found)
+        _add_state(opened, geometry, ranks, g, key, found)
 
 
-def _add_flat(opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor | None], name_of: Callable[[str], str]) -> bool:
+def _add_flat(opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor], name_of: Callable[[str], str]) -> bool:
     """Add state that is laid out like the weights; False when these tensors are not."""
-    lengths = [0 if tensor is None else tensor.shape[0] for tensor in tensors]
-    spread = geometry.runs(lengths)
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    if spread is None or len(dtypes) != 1:
+    pieces = geometry.pieces([tensor.shape[0] for tensor in tensors])
+    if pieces is None or len({tensor.dtype for tensor in tensors}) != 1:
         return False
-    for name, shape in geometry.shapes.items():
-        opened.builder.tensor(name_of(name), next(iter(dtypes)), shape)  # so that empty parameters are there, too
-    for tensor, runs in zip(tensors, spread, strict=True):
-        if tensor is not None:
-            opened.runs(name_of, tensor, runs)
+    opened.spread(list(map(name_of, geometry.shapes)), list(geometry.shapes.values()), tensors, pieces)
     return True
 
 
-def _add_state(
-    opened: Opened,
-    geometry: Geometry,
-    held: Sequence[object],
-    key: str,
-    ranks: Sequence[RankOptim],
-    g: int,
-    found: OptimizerState,
-) -> None:
-    """One state of one flat buffer, whatever it is; `held[rank]` is what each rank's file has under `key`."""
-    tensors = [dense(value, rank.path, f"{key} of group {g}") for value, rank in zip(held, ranks, strict=True)]
-    first = tensors[0]
-    if any(tensor is not None for tensor in tensors):
-        flat = all(tensor is None or (len(tensor.shape) == 1 and tensor.contiguous) for tensor in tensors)
-        if flat and _add_flat(opened, geometry, tensors, lambda name: state(name, key)):
-            for name in geometry.shapes:
-                found.note(name, key)
-            return
-        if first is None or any(tensor is None or tensor.shape != first.shape for tensor in tensors) or first.shape != ():
-            _add_raw(opened, tensors, key, ranks, g)
-            return
+def _add_state(opened: Opened, geometry: Geometry, ranks: Sequence[RankOptim], g: int, key: str, found: OptimizerState) -> None:
+    """One state of one flat buffer, whatever it is: like the weights, a scalar, a number, or something else."""
+    for rank in ranks:
+        if key not in rank.groups[g].state:
+            raise FormatError(rank.path, f"group {g} has no {key!r}, which other ranks have: left over from another run?")
+    held = [rank.groups[g].state[key] for rank in ranks]
+    tensors = [
+        tensor for value, rank in zip(held, ranks, strict=True) if (tensor := dense(value, rank.path, f"{key} of group {g}"))
+    ]
+    names = geometry.shapes
+    if not tensors:
+        _add_value(opened, names, ranks, key, held, found)
+        return
+    if len(tensors) < len(ranks):
+        raise FormatError(ranks[0].path, f"{key!r} of group {g} is a tensor in the files of some ranks, and none in others'")
+    if all(tensor.shape == () for tensor in tensors):
         if key == "step":
-            _same_step([_number(data, first.dtype) for data in opened.bytes_of([t for t in tensors if t])], ranks)
-        for name in geometry.shapes:
-            opened.tensor(state(name, key), first)
-            found.note(name, key)
-    elif key == "step" and isinstance(held[0], (int, float)):
+            _same_step([_number(data, t.dtype) for data, t in zip(opened.bytes_of(tensors), tensors, strict=True)], ranks)
+        for name in names:
+            opened.tensor(state(name, key), tensors[0])
+    elif not _is_flat(tensors) or not _add_flat(opened, geometry, tensors, lambda name: state(name, key)):
+        _add_raw(opened, tensors, key, ranks, g)
+        return
+    for name in names:
+        found.note(name, key)
+
+
+def _is_flat(tensors: Sequence[StoredTensor]) -> bool:
+    return all(len(tensor.shape) == 1 and tensor.contiguous for tensor in tensors)
+
+
+def _add_value(
+    opened: Opened, names: Iterable[str], ranks: Sequence[RankOptim], key: str, held: Sequence[object], found: OptimizerState
+) -> None:
+    """State that is no tensor: a step count becomes each parameter's, anything else a value of each parameter."""
+    if key == "step" and type(held[0]) in (int, float):
         _same_step(held, ranks)
-        add_step(opened, geometry.shapes, held[0], ranks[0].path, found)
+        add_step(opened, names, held[0], ranks[0].path, found)  # type: ignore[arg-type]  # just checked
     elif held[0] is not None:
-        for name in geometry.shapes:
-            entry = found.values.setdefault(name, {})
-            assert isinstance(entry, dict)
-            entry[key] = held[0]
+        for name in names:
+            values = found.values.setdefault(name, {})
+            assert isinstance(values, dict)
+            values[key] = held[0]
 
 
 def add_step(opened: Opened, names: Iterable[str], value: float, file: str, found: OptimizerState) -> None:
     """Add a step count that the file holds as a number, as the 0-d F32 tensor of each parameter that torch has."""
+    if not 0 <= value < MAX_ITEMS:
+        raise FormatError(file, f"{value!r} is no number of steps")
     for name in names:
         opened.inline(state(name, "step"), "F32", (), struct.pack("<f", value), f"{file} (step)")
         found.note(name, "step")
 
 
-def _add_raw(opened: Opened, tensors: Sequence[StoredTensor | None], key: str, ranks: Sequence[RankOptim], g: int) -> None:
+def _add_raw(opened: Opened, tensors: Sequence[StoredTensor], key: str, ranks: Sequence[RankOptim], g: int) -> None:
     """Keep state that belongs to a rank's whole buffer (statistics, quantisation tables) as it is, under its rank."""
+    like_weights = [tensor.shape == rank.groups[g].master.shape for tensor, rank in zip(tensors, ranks, strict=True)]
+    if any(like_weights):  # then it is per element, and must be so on every rank
+        odd = like_weights.index(False) if False in like_weights else 0
+        raise FormatError(
+            ranks[odd].path, f"{key!r} of group {g} is {tensors[odd].dtype} {list(tensors[odd].shape)}, unlike its weights"
+        )
     for rank, tensor in enumerate(tensors):
-        if tensor is not None:
-            opened.tensor(f"deepspeed/optimizer_state/{g}/{key}/{rank}", tensor)
+        opened.tensor(join_name("deepspeed", "optimizer_state", str(g), key, str(rank)), tensor)
     opened.remarks.append(
         f"optimizer state {key!r} of group {g} is not per element: kept per rank as deepspeed/optimizer_state/{g}/{key}/<rank>"
     )

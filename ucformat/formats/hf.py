@@ -14,8 +14,8 @@ from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats import hf_files
 from ucformat.formats.hf_write import METADATA_KEY, MODEL, takes, write
-from ucformat.formats.safetensors_header import LENGTH_BYTES, Entry, Header
 from ucformat.formats.source import Source
+from ucformat.safetensors_header import LENGTH_BYTES, Entry, Header
 from ucformat.storage import Store
 
 NAME = "hf"

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
-from ucformat.formats.safetensors_header import Entry, Header, distinct, read_header
 from ucformat.formats.source import Source
+from ucformat.safetensors_header import Entry, Header, distinct, read_header
 from ucformat.storage import Store, safe_path
 
 SUFFIX = ".safetensors"
@@ -52,9 +52,9 @@ def choose(source: Source) -> FileSet:
             chosen = FileSet((single,), remarks=(f"{index} is not of {single}: ignored",))
         return _mention(chosen, weights)
     shards = _shard_set([name for name in weights if _SHARD.fullmatch(name)], source.store.url)
-    single = _preferred(weights, SUFFIX)
-    if single is not None:
-        return _mention(FileSet((single,)), weights)
+    preferred = _preferred(weights, SUFFIX)
+    if preferred is not None:
+        return _mention(FileSet((preferred,)), weights)
     if shards:
         return _mention(FileSet(shards, remarks=("no index: names are taken from the shards",)), weights)
     found = ", ".join((indices or weights)[:6])

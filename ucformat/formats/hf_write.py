@@ -18,10 +18,10 @@ import numpy as np
 from ucformat import values as value_tree
 from ucformat.errors import UnsupportedError
 from ucformat.formats import companions
-from ucformat.formats.safetensors_header import build_header
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Target, WriteJob
 from ucformat.image import Image, write_image
+from ucformat.safetensors_header import build_header
 from ucformat.storage import Store
 
 MODEL = "model"

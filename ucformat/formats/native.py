@@ -219,9 +219,8 @@ def merge(tables: Sequence[ShardTable], url: str) -> tuple[tuple[TensorSpec, ...
         for spec in table.specs:
             first, where = known.setdefault(spec.name, (spec, number))
             if first != spec:
-                raise ValueConflictError(
-                    f"{url}: {spec.name}", [where, number], f"{first.dtype} {list(first.shape)} and {spec.dtype} {list(spec.shape)}"
-                )
+                told = f"{first.dtype} {list(first.shape)} and {spec.dtype} {list(spec.shape)}"
+                raise ValueConflictError(f"{url}: {spec.name}", [where, number], told)
     specs = tuple(known[name][0] for name in sorted(known))
     ids = {spec.name: i for i, spec in enumerate(specs)}
     ndim = max((len(spec.shape) for spec in specs), default=0)

@@ -7,6 +7,7 @@ sizes and CRCs follow the data, so bytes stream through once and in order.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zlib
@@ -44,7 +45,7 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +137,7 @@ class RecordWriter:
     def skip(self) -> None:
         """Pass over the open record's bytes, when only sizes matter."""
         assert self._open is not None
+        self._flush()
         self._at += self._open.size
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from ucformat import dtypes, values
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
+from ucformat.formats.torchmodule import is_module, to_state_dicts
 from ucformat.formats.torchsave_write import write
 from ucformat.formats.torchstate import to_canonical
 from ucformat.safepickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
@@ -24,6 +25,7 @@ from ucformat.values_json import Opaque
 NAME = "torchsave"
 __all__ = ["NAME", "detect", "open_catalog", "write"]
 
+MODEL = "model"
 BARE = "value"
 """Name of the top-level thing when a file holds no dict."""
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -51,13 +53,16 @@ def open_catalog(source: Source) -> Catalog:
     """
     assert source.file is not None
     opened = open_torch_zip(source.store, source.file)
-    tree = to_values(opened.tree, source.file)
+    modules: list[str] = []
+    inner = to_state_dicts(opened.tree, modules)
+    tree = to_values({MODEL: inner} if is_module(opened.tree) else inner, source.file)
     nest = to_canonical(tree, is_tensor) if isinstance(tree, dict) and tree else {BARE: tree}
     kept, leaves = values.split(nest, is_tensor)
     builder = CatalogBuilder(source.store)
     add_leaves(builder, leaves, {source.file: _file(source, opened)})
     step = kept.get("step") if isinstance(kept, dict) else None
-    return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept))))
+    remarks = [*(f"of a pickled {name} the state dict was read" for name in modules), *placeholders(kept)]
+    return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(remarks)))
 
 
 def _file(source: Source, opened: TorchFile) -> File:

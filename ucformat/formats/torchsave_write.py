@@ -72,7 +72,7 @@ def in_order(job: WriteJob) -> dict[str, list[tuple[int, Target]]]:
     """Each tensor's pieces (with their index) in row-major order. Raises UnsupportedError when they are no slabs."""
     pieces: dict[str, list[tuple[int, Target]]] = {}
     for index, target in enumerate(job.targets):
-        if target.spec.dtype.startswith("F6"):
+        if target.spec.dtype.startswith("F6_"):
             raise UnsupportedError(job.store.url, f"tensor {target.name!r}: torch has no dtype {target.spec.dtype}")
         pieces.setdefault(target.name, []).append((index, target))
     for name, held in pieces.items():

@@ -19,6 +19,7 @@ Nest = dict[str, Any]
 
 _MODEL_KEYS = ("model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optim_state", "optimizer_state", "optimizer_state_dict", "optim_state_dict")
+_RANK_LOCAL = "ucf.rank_local"  # key of a dict that stands for a rank-local item: its policy; beside it coords and values
 _APP_KEYS = frozenset({"model", *_OPTIMIZER_KEYS})
 
 
@@ -28,12 +29,23 @@ def to_canonical(tree: Nest, is_tensor: Callable[[object], bool]) -> Nest:
     Recognised: torch's optimizer state by parameter name (nested, or flattened to `state.<fqn>.<x>` keys) under one of
     its usual keys; a bare state dict, alone or beside such an optimizer; one `app` around both.
     """
-    top = dict(tree)
+    top = {key: _restore(value) for key, value in tree.items()}
     if set(top) == {"app"} and isinstance(top["app"], dict) and "model" in top["app"] and set(top["app"]) <= _APP_KEYS:
         top = dict(top["app"])
     names = _optimizer_in_place(top, is_tensor)
     _model_in_place(top, names, is_tensor)
     return top
+
+
+def _restore(tree: Any) -> Any:
+    """Rank-local items back from the dicts that `plain` made of them."""
+    if isinstance(tree, list):
+        return [_restore(value) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if set(tree) == {_RANK_LOCAL, "coords", "values"} and isinstance(tree["coords"], list) and isinstance(tree["values"], list):
+        return RankLocal(tree[_RANK_LOCAL], tuple(tree["coords"]), tuple(map(_restore, tree["values"])))
+    return {key: _restore(value) for key, value in tree.items()}
 
 
 def _optimizer_in_place(top: Nest, is_tensor: Callable[[object], bool]) -> set[str]:
@@ -152,9 +164,9 @@ def to_torch(tree: Nest, *, param_names: bool = False) -> Nest:
 def plain(tree: Any, dropped: list[str], *, exact: bool, path: str = "") -> Any:
     """The nest in types that torch programs load; what has none is left out and named in `dropped`.
 
-    Stand-ins of unknown classes are left out. Rank-local items become {"policy", "coords", "values"}. Unless `exact`, the
-    result is what `torch.load(weights_only=True)` accepts: numpy scalars become numbers, namespaces dicts, paths text,
-    frozensets sets.
+    Stand-ins of unknown classes are left out. Rank-local items become marked dicts, which `to_canonical` knows. Unless
+    `exact`, the result is what `torch.load(weights_only=True)` accepts: numpy scalars become numbers, namespaces dicts,
+    paths text, frozensets sets.
     """
 
     def below(value: Any, key: object) -> Any:
@@ -169,7 +181,7 @@ def plain(tree: Any, dropped: list[str], *, exact: bool, path: str = "") -> Any:
         held = plain(vars(tree), dropped, exact=exact, path=path)
         return argparse.Namespace(**held) if exact else held
     if isinstance(tree, RankLocal):
-        told = {"policy": tree.policy, "coords": list(tree.coords), "values": list(tree.values)}
+        told = {_RANK_LOCAL: tree.policy, "coords": list(tree.coords), "values": list(tree.values)}
         return plain(told, dropped, exact=exact, path=path)
     return tree if exact else _simple(tree)
 

@@ -62,7 +62,7 @@ class Collected:
 
 
 def collect(state: Mapping[str, object], group: Group | None = None) -> Collected:
-    """Take `state` apart. Every rank of `group` calls; one small object exchange (a second one only for uneven DTensors).
+    """Take `state` apart. Every rank of `group` calls; exchanges only errors, and sizes of uneven DTensors.
 
     Raises UnrepresentableError and UnsupportedError naming the path. An error on one rank is RankFailedError on the others.
     """
@@ -71,7 +71,10 @@ def collect(state: Mapping[str, object], group: Group | None = None) -> Collecte
     leaves, tree, error = _attempt(walker)
     leaves = settle(leaves, error, group)
     aliases = dict(walker.aliases)
-    specs, pieces = make_pieces(leaves, aliases)
+    specs: tuple[TensorSpec, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    with group.together("collecting the state"):
+        specs, pieces = make_pieces(leaves, aliases)
     mesh, coords = mesh_axes(item for parts in leaves.values() for item in parts)
     return Collected(specs, pieces, tree, aliases, mesh, coords)
 
@@ -169,7 +172,8 @@ class Walker:
         if type(x) in {dict, OrderedDict}:
             return self._dict(x, at)
         if type(x) in {list, tuple}:
-            return type(x)(None if item is _GONE else item for item in (self.node(y, (*at, str(i))) for i, y in enumerate(x)))
+            items = [self.node(y, (*at, str(i))) for i, y in enumerate(x)]
+            return _GONE if items and all(i is _GONE for i in items) else type(x)(None if i is _GONE else i for i in items)
         return x
 
     def _dict(self, x: dict[Any, Any], at: tuple[str, ...]) -> Any:

@@ -8,6 +8,7 @@ what `run` carries out. `convert` is both.
 from __future__ import annotations
 
 import fnmatch
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
+from ucformat.formats import companions
 from ucformat.formats.hf_write import METADATA_KEY, lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Target, WriteJob
@@ -41,6 +43,7 @@ _SPELLINGS = {
 }
 _SPELLINGS |= {"fp16": "F16", "fp32": "F32", "fp64": "F64"}
 _LAYOUTS = ("native", "dcp")  # formats whose files may hold pieces of tensors
+_LEFTOVER = re.compile(r"shards(\.\d+)?/|index(\.\d+)?\.safetensors|companions/|.*\.part")
 _SHOWN = 5  # names in a remark before "and N more"
 
 
@@ -181,7 +184,7 @@ def prepare(
         values=values,
         aliases=kept.aliases,
         notes=replace(kept.notes, mesh=dict(layout.mesh) if layout is not None else {}),
-        source=source,
+        source=_with_companions(source, kept),
         max_file_bytes=max_file_bytes,
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
@@ -226,6 +229,12 @@ def _dtype(name: str) -> str:
     return short
 
 
+def _with_companions(source: Source, catalog: Catalog) -> Source:
+    """Where the files that travel along lie: at the source, or in the checkpoint of a run that it led to."""
+    inner = Source(catalog.store)
+    return inner if not companions.found(source) and companions.found(inner) else source
+
+
 def _destination(dst: str, to: str) -> tuple[Store, str | None]:
     """The directory to be, or for `torchsave` the directory around the file to be, and its name.
 
@@ -247,12 +256,19 @@ def _check_destination(src: str, dst: str, store: Store, file: str | None, overw
         if file is not None and store.exists(file) and not overwrite:
             raise ExistsError(dst)
         return
+    if _is_leftover(store):
+        return
     if not overwrite:
         raise ExistsError(dst)
     try:
         formats.detect(locate(dst))
     except NotACheckpointError:
         raise UnsupportedError(dst, "holds something that is no checkpoint: it is not replaced; remove it yourself") from None
+
+
+def _is_leftover(store: Store) -> bool:
+    """Whether a directory holds only what an interrupted native save leaves: the next one clears it away."""
+    return all(_LEFTOVER.fullmatch(name) for name in store.list())
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ucformat import checks as sums
 from ucformat.box import Ints
-from ucformat.catalog import Catalog, Checks, File, row_major
+from ucformat.catalog import Catalog, Checks, row_major
 from ucformat.dtypes import DType
-from ucformat.errors import ChecksumError, DTypeMismatchError, FormatError, ShapeMismatchError
+from ucformat.errors import ChecksumError, DTypeMismatchError, ShapeMismatchError
 from ucformat.localdisk import aligned
 from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
 from ucformat.storage import Bytes, Reader
@@ -52,16 +52,36 @@ def execute(
     threads: int = THREADS,
     verify: bool = True,
     on_bytes: Callable[[int], None] | None = None,
+    seen: Seen | None = None,
 ) -> None:
     """Fill `dest[i]` with want i of the plan.
 
     Destinations have the shape of their want, any strides and device. Their dtype is the stored one, or any other that
     torch can convert to when `cast`. `on_bytes` is told how many bytes each finished read brought, from any thread.
+    `seen` carries checksums over from one execution to the next, where a file is read by several.
 
     Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
     StorageError, naming file and bytes, while reading: the destinations are then partly filled.
     """
-    _Execution(plan, dest, cast, verify, on_bytes).run(threads)
+    _Execution(plan, dest, cast, Seen() if seen is None else seen, on_bytes, verify).run(threads)
+
+
+class Seen:
+    """Checksums of files, loaded once, and what is known so far of ranges that are read in parts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._checks: dict[int, tuple[Checks | None, sums.Ledger | None]] = {}
+
+    def of(self, catalog: Catalog, file: int) -> tuple[Checks | None, sums.Ledger | None]:
+        """The checks of a file, and a ledger where ranges may arrive in parts. Raises what loading them raises."""
+        with self._lock:
+            if file not in self._checks:
+                entry = catalog.files[file]
+                found = None if entry.checks is None else entry.checks.load(catalog.store, entry.path)
+                ledger = sums.Ledger(found) if found is not None and found.algorithm == "crc32" else None
+                self._checks[file] = found, ledger
+            return self._checks[file]
 
 
 class _Execution:
@@ -72,12 +92,13 @@ class _Execution:
         plan: ReadPlan,
         dest: Sequence[torch.Tensor],
         cast: bool,
-        verify: bool,
+        seen: Seen,
         on_bytes: Callable[[int], None] | None,
+        verify: bool,
     ) -> None:
         self.catalog = plan.catalog
         self.dest = [tensor.detach() for tensor in dest]
-        self.verify, self.on_bytes = verify, on_bytes
+        self.verify, self.on_bytes, self.seen = verify, on_bytes, seen
         self.kinds = [plan.catalog.tensors[i].kind for i in plan.wants.tensor]
         flat_dest = np.array([self._check(plan, i, cast) for i in range(len(dest))], dtype=bool)
         self.flat = _flat(plan, flat_dest)
@@ -158,11 +179,10 @@ class _Execution:
                 start = upto
 
     def _load_checks(self, file: int) -> None:
-        entry = self.catalog.files[file]
-        found = entry.checks.load(self.catalog.store, entry.path) if self.verify and entry.checks is not None else None
+        found, ledger = self.seen.of(self.catalog, file) if self.verify else (None, None)
         self.checks[file] = found
-        if found is not None and found.algorithm == "crc32":
-            self.ledgers[file] = sums.Ledger(found)
+        if ledger is not None:
+            self.ledgers[file] = ledger
 
     # -- one task ------------------------------------------------------------------------------------------------
 
@@ -217,7 +237,7 @@ class _Execution:
         self._scatter(task, data[task.start - low : task.stop - low], task.start)
 
     def _scratch(self, start: int, nbytes: int) -> Bytes:
-        """This thread's buffer, placed so that memory and file have equal alignment."""
+        """The thread's buffer, placed so that memory and file have equal alignment."""
         skew = start % self.catalog.store.alignment
         buffer: Bytes | None = getattr(self.scratch, "buffer", None)
         if buffer is None or len(buffer) < nbytes + skew:
@@ -236,9 +256,7 @@ class _Execution:
             wrong = self.ledgers[task.file].add(start + skip, data[skip:])
         if wrong is not None:
             low, high = int(found.start[wrong]), int(found.stop[wrong])
-            raise ChecksumError(
-                self._path(task.file), low, high, tensors_at(self.catalog, task.file, low, high), found.algorithm
-            )
+            raise ChecksumError(self._path(task.file), low, high, tensors_at(self.catalog, task.file, low, high), found.algorithm)
 
     def _path(self, file: int) -> str:
         return f"{self.catalog.store.url}/{self.catalog.files[file].path}"
@@ -291,7 +309,8 @@ def _flat(plan: ReadPlan, flat_dest: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return np.zeros(0, dtype=bool)
     stride: Ints = row_major(plan.wants.length[plan.want])
     dense = ((plan.length == 1) | (stride == row_major(plan.length))).all(axis=1)
-    return plan.contiguous & dense & flat_dest[plan.want]
+    flat: NDArray[np.bool_] = plan.contiguous & dense & flat_dest[plan.want]
+    return flat
 
 
 def _typed(data: Bytes, kind: DType) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,7 +12,7 @@ from ucformat.catalog import Catalog
 from ucformat.dtypes import DTYPES, DType
 from ucformat.formats.target import Target
 from ucformat.image import Part
-from ucformat.reshard.execute import WIDTH, execute
+from ucformat.reshard.execute import WIDTH, Seen, execute
 from ucformat.reshard.plan import plan, wants
 
 
@@ -89,6 +89,8 @@ class CatalogFill:
     names: Sequence[str]
     threads: int = 1
     """Reads at a time for each call; writers call from several threads already."""
+    seen: Seen = field(default_factory=Seen)
+    """Checksums, over all calls: each sees only a part of a file."""
 
     def __call__(self, parts: Sequence[Part]) -> None:
         windows = [_Window.of(part, DTYPES[self.targets[part.piece].spec.dtype]) for part in parts]
@@ -100,6 +102,6 @@ class CatalogFill:
                 moved = Box(tuple(a + b for a, b in zip(box.offset, target.box.offset, strict=True)), box.length)
                 wanted.append((self.names[window.part.piece], moved))
                 dest.append(out)
-        execute(plan(self.catalog, wants(self.catalog, wanted)), dest, cast=True, threads=self.threads)
+        execute(plan(self.catalog, wants(self.catalog, wanted)), dest, cast=True, threads=self.threads, seen=self.seen)
         for window in windows:
             window.put_back()

@@ -47,12 +47,15 @@ class FlatParameter:
 
 
 def reshard(module: nn.Module) -> None:
-    """Bring parameters that a forward pass left gathered back to their sharded state: that is what optimizers see."""
+    """Bring parameters that a forward pass left gathered back to their sharded state: that is what optimizers see.
+
+    The gathered copy must go too, even where the sharded one is in use already: the next forward pass would take it for current.
+    """
     if isinstance(module, FSDPModule):
         module.reshard()
     if isinstance(module, FullyShardedDataParallel):
         handle = module._handle
-        if handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
             _reshard(module, handle, True)
 
 

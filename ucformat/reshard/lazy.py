@@ -8,6 +8,7 @@ from types import EllipsisType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
@@ -52,7 +53,7 @@ class LazyTensor:
         """All of it, as a new CPU tensor."""
         return read(self.catalog, self.name)
 
-    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> np.ndarray:  # type: ignore[type-arg]
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[np.generic]:
         return np.asarray(self.read().numpy(), dtype=dtype)
 
     def __repr__(self) -> str:

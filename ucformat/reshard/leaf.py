@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ucformat.errors import UnrepresentableError, UnsupportedError
-from ucformat.reshard.placement import Cut, Placed, flat, grid, shard, whole
+from ucformat.reshard.placement import Placed, Split, flat, grid, shard, whole
 from ucformat.reshard.wrappers import FlatShard, Shard
 
 Part = tuple[torch.Tensor, Placed]
@@ -102,7 +102,8 @@ def spread(frame: DTensor, local: torch.Tensor, at: str) -> Leaf:
     if coordinate is None:  # this rank is not in the mesh
         return Leaf(shape, local.dtype, ())
     sizes = mesh_shape(frame)
-    placed = grid(shape, cuts(frame, coordinate, at), replicated=replicated(frame, sizes))
+    cuts = [split.at(coordinate) for split in splits(frame, at)]
+    placed = grid(shape, cuts, replicated=replicated(frame, sizes))
     return Leaf(shape, local.dtype, ((local, placed),), frame=frame)
 
 
@@ -133,16 +134,16 @@ def shard_axes(frame: DTensor, at: str) -> list[int]:
     return named if sorted(named) == axes else axes
 
 
-def cuts(frame: DTensor, coordinate: Sequence[int], at: str) -> list[Cut]:
-    """The placements of a DTensor as cuts, seen from one mesh coordinate."""
+def splits(frame: DTensor, at: str) -> list[Split]:
+    """The placements of a DTensor as splits, in the order in which they apply."""
     sizes = mesh_shape(frame)
     out = []
     for axis in shard_axes(frame, at):
         placement = frame.placements[axis]
-        dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+        dim = getattr(placement, "dim", None)
         if dim is None:
             raise UnsupportedError(at, f"a DTensor with the placement {placement} is not known: redistribute it first")
-        out.append(Cut(dim % max(len(frame.shape), 1), sizes[axis], coordinate[axis], factor))
+        out.append(Split(axis, dim % max(len(frame.shape), 1), sizes[axis], getattr(placement, "split_factor", 1)))
     return out
 
 

@@ -76,7 +76,8 @@ def _check_names(loading: Loading, catalog: Catalog, options: LoadOptions, group
     stored = set(names)
     wanted = loading.names
     owners = {catalog.aliases.get(name, name) for name in wanted if name in stored}
-    used = np.array([name in wanted or (name in tied and catalog.aliases.get(name, name) in owners) for name in names], dtype=bool)
+    same = [name in wanted or (name in tied and catalog.aliases.get(name, name) in owners) for name in names]
+    used = np.array(same, dtype=bool)
     lost = sorted({piece.spec.name for piece in loading.pieces} - stored) + list(loading.missing)
     told = group.all_gather((np.packbits(used).tobytes(), frozenset(loading.unused), lost))
     everyone = np.zeros(len(used), dtype=bool)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,6 +82,42 @@ class Cut:
     parts: int
     index: int
     factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A cut as seen by the whole mesh: by mesh axis `axis`, of `parts` ranks."""
+
+    axis: int
+    dim: int
+    parts: int
+    factor: int = 1
+
+    def at(self, coordinate: Sequence[int]) -> Cut:
+        return Cut(self.dim, self.parts, coordinate[self.axis], self.factor)
+
+
+def inner_first(splits: Sequence[Split]) -> list[Split] | None:
+    """The order in which strided splits came about, or None when their factors are no product of the splits to their right.
+
+    FSDP2 over TP cuts what TP has cut: its strided split comes last then, and needs no factor. For sizes that don't divide
+    evenly this is not the same as the strided split by definition, before the others.
+    """
+    order: list[Split] = []
+    for split in reversed(splits):
+        if split.factor == 1:
+            order.insert(0, split)
+        elif split.factor == math.prod(s.parts for s in order if s.dim == split.dim):
+            order.append(replace(split, factor=1))
+        else:
+            return None
+    return order
+
+
+def is_even(shape: Sequence[int], splits: Sequence[Split]) -> bool:
+    """Whether every strided split divides its dimension evenly, together with the others: then their order does not matter."""
+    strided = {split.dim for split in splits if split.factor > 1}
+    return all(shape[dim] % math.prod(s.parts for s in splits if s.dim == dim) == 0 for dim in strided)
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Cut], *, replicated: bool = False) -> Placed:

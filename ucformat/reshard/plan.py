@@ -129,9 +129,7 @@ def _match(table: FragmentTable, wanted: Wants) -> tuple[NDArray[np.int64], NDAr
         fragment = np.repeat(lo[first:last], number) + step
         keep = _touching(table, wanted, want, fragment)
         want, fragment = want[keep], fragment[keep]
-        offset, length = boxes.clip(
-            table.offset[fragment], table.length[fragment], wanted.offset[want], wanted.length[want]
-        )
+        offset, length = boxes.clip(table.offset[fragment], table.length[fragment], wanted.offset[want], wanted.length[want])
         found.append((want, fragment, offset, length))
         first = last
     if not found:
@@ -145,9 +143,7 @@ def _match(table: FragmentTable, wanted: Wants) -> tuple[NDArray[np.int64], NDAr
     )
 
 
-def _touching(
-    table: FragmentTable, wanted: Wants, want: NDArray[np.int64], fragment: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _touching(table: FragmentTable, wanted: Wants, want: NDArray[np.int64], fragment: NDArray[np.int64]) -> NDArray[np.int64]:
     """Positions of the pairs that intersect; narrowed one dimension at a time, so most pairs cost one comparison."""
     keep = np.arange(len(want))
     for d in range(table.offset.shape[1]):
@@ -184,9 +180,7 @@ def _prove(
             continue
         if not flaw.overlap:
             raise CoverageError(spec.name, flaw.box, catalog.store.url)
-        low, size = boxes.clip(
-            offset[rows, :ndim], length[rows, :ndim], np.array([flaw.box.offset]), np.array([flaw.box.length])
-        )
+        _, size = boxes.clip(offset[rows, :ndim], length[rows, :ndim], np.array([flaw.box.offset]), np.array([flaw.box.length]))
         guilty = fragment[rows][(size > 0).all(axis=1)]
         raise OverlapError(spec.name, flaw.box, [catalog.files[i].path for i in catalog.fragments.file[guilty]])
 
@@ -216,7 +210,8 @@ def _disjoint_rows(want: NDArray[np.int64], count: NDArray[np.int64], offset: In
     clash = same & (begin[order][1:] < ends[order][:-1])
     clean = np.ones(len(count), dtype=bool)
     clean[want[order][1:][clash]] = False
-    return sure | (single & clean)
+    proven: NDArray[np.bool_] = sure | (single & clean)
+    return proven
 
 
 def _place(

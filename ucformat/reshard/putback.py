@@ -28,6 +28,8 @@ class Putter:
     def __init__(self, walker: Walker, inplace: frozenset[str], *, dry: bool) -> None:
         self.walker, self.inplace, self.dry = walker, inplace, dry
         self.fresh: list[str] = []
+        self.others: list[str] = []
+        """Tensors of rank-local items that other ranks saved: known, whether or not anybody takes them now."""
         self.missing: list[str] = []
         self.unused: list[str] = []
         self.tree: object = {}
@@ -122,6 +124,7 @@ class Putter:
             self.missing.append("/".join(at))
             return
         stored = node if isinstance(node, values.RankLocal) else values.RankLocal("error", (None,), (node,))
+        self.others += pending(node)
         chosen = choose(x, stored, self.walker, "/".join(at))
         if chosen is None:
             return

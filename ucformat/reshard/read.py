@@ -8,10 +8,9 @@ import torch
 
 from ucformat.box import Box
 from ucformat.catalog import Catalog
-from ucformat.reshard.fill import CatalogFill
 from ucformat.reshard.execute import THREADS, execute
+from ucformat.reshard.fill import CatalogFill
 from ucformat.reshard.plan import plan, wants
-
 
 __all__ = ["CatalogFill", "read", "read_many"]
 

@@ -71,6 +71,15 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
     except Exception as caught:
         error = caught
     leaves = settle(leaves, error, group)
+    loading: Loading | None = None
+    with group.together("preparing the load"):
+        loading = _plan(state, catalog, walker, leaves, tree)
+    assert loading is not None
+    return loading
+
+
+def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, leaves: Leaves, tree: object) -> Loading:
+    """What to read, from the leaves of the state and the stored tree with its tensors pending."""
     surplus = _fit(leaves, catalog)
     aliases = dict(walker.aliases)
     specs, pieces = make_pieces(leaves, aliases)
@@ -82,7 +91,7 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
     return Loading(
         pieces=(*pieces, *(piece for piece, _ in twins)),
         fresh=tuple(sorted(set(dry.fresh) - names)),
-        names=frozenset(names | set(dry.fresh)),
+        names=frozenset(names | set(dry.fresh) | set(dry.others)),
         missing=tuple(dry.missing),
         unused=tuple(dry.unused),
         state=state,

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from ucformat import values
+from ucformat.box import Box
+from ucformat.catalog import Notes
 from ucformat.checks import digest
 from ucformat.errors import ValueConflictError
 from ucformat.formats import native
@@ -18,10 +22,7 @@ from ucformat.group import Group
 from ucformat.reshard.collect import Collected, Piece, collect
 from ucformat.reshard.fill import TensorFill
 from ucformat.reshard.own import Offer, Offers, choose, sample
-from ucformat.catalog import Notes
 from ucformat.storage import Store
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,7 @@ def _choose(collected: Collected, ranks: list[_Brought], group: Group) -> list[P
 def _empty(collected: Collected, ranks: list[_Brought], group: Group) -> list[Target]:
     """Tensors without elements: rank 0's shard keeps their name, dtype and shape."""
     aliases = {alias for rank in ranks for alias in rank.aliases}
-    return [
-        Target(spec, native.Box.whole(spec.shape))
-        for spec in collected.specs
-        if 0 in spec.shape and spec.name not in aliases
-    ]
+    return [Target(spec, Box.whole(spec.shape)) for spec in collected.specs if 0 in spec.shape and spec.name not in aliases]
 
 
 def _commit(

@@ -1,7 +1,9 @@
-"""DTensors whose shards are not the sizes that `torch.chunk` gives: `DTensor.from_local` with sizes of the user's own.
+"""DTensors whose placements alone don't tell where a shard lies.
 
-Such a rank's offset depends on the others' sizes, and sometimes each rank believes in another global shape. All ranks
-compare notes in one small exchange, and only when any of them has such a tensor, in a second one about just these.
+With `DTensor.from_local` users bring shards of sizes of their own: a rank's offset then depends on the others' sizes, and
+sometimes each rank believes in another global shape. And when FSDP2 cuts uneven TP shards, the same strided placements can
+mean two things, of which the sizes of all ranks tell the right one. So all ranks compare notes in one small exchange, and only
+when any of them has such a tensor, in a second one about just these.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.errors import RankFailedError, UnsupportedError
 from ucformat.group import Group
-from ucformat.reshard.leaf import Leaf, mesh_shape, replicated, shard_axes
-from ucformat.reshard.placement import Placed, shard
+from ucformat.reshard.leaf import Leaf, mesh_shape, replicated, splits
+from ucformat.reshard.placement import Placed, Split, grid, inner_first, is_even, shard
 
 MeshKey = str
 """Digest of a mesh: its shape and its ranks in order."""
@@ -36,9 +38,7 @@ class Claim:
     sizes: tuple[int, ...]
     """Shape of the mesh."""
     coordinate: tuple[int, ...]
-    axes: tuple[tuple[int, int], ...]
-    """(mesh axis, tensor dimension) of every cut, in order."""
-    strided: bool
+    splits: tuple[Split, ...]
     shape: tuple[int, ...]
     """Global shape as this rank believes."""
     local: tuple[int, ...]
@@ -53,18 +53,17 @@ def claim(leaf: Leaf) -> Claim:
     mesh = frame.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    axes = shard_axes(frame, "")
     sizes = mesh_shape(frame)
     local, placed = leaf.parts[0]
+    cuts = tuple(splits(frame, ""))
     return Claim(
         mesh=_mesh_key(mesh),
         sizes=sizes,
         coordinate=tuple(coordinate),
-        axes=tuple((axis, frame.placements[axis].dim) for axis in axes),  # type: ignore[attr-defined]  # every cut has one
-        strided=any(getattr(frame.placements[axis], "split_factor", 1) > 1 for axis in axes),
+        splits=cuts,
         shape=leaf.shape,
         local=tuple(local.shape),
-        regular=tuple(local.shape) == placed.local,
+        regular=tuple(local.shape) == placed.local and is_even(leaf.shape, cuts),
         replicated=replicated(frame, sizes),
     )
 
@@ -115,11 +114,11 @@ def _disputed(told: Sequence[Mapping[MeshKey, str]]) -> list[MeshKey]:
 
 def _place(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
     """Where `mine` lies when shards follow each other in mesh order, each of the size that it has."""
-    if mine.strided:
-        raise UnsupportedError(name, "a DTensor with strided shards of uneven sizes: redistribute it first")
+    if any(split.factor > 1 for split in mine.splits):
+        return _place_strided(name, mine, held)
     offset, shape = [0] * len(mine.local), list(mine.local)
-    for dim in {dim for _, dim in mine.axes}:
-        axes = [axis for axis, cut in mine.axes if cut == dim]
+    for dim in {split.dim for split in mine.splits}:
+        axes = [split.axis for split in mine.splits if split.dim == dim]
         line = {_along(c, axes): c.local[dim] for c in held if _aside(c, axes) == _aside(mine, axes)}
         if len(line) != math.prod(mine.sizes[axis] for axis in axes):
             raise UnsupportedError(name, "not every rank of its mesh holds a shard of this DTensor: all must save it together")
@@ -128,6 +127,18 @@ def _place(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
     if len({c.shape for c in held}) == 1 and tuple(shape) != mine.shape:
         raise UnsupportedError(name, f"the shards of this DTensor make up {shape}, its global shape is {list(mine.shape)}")
     return shard(shape, offset, mine.local, replicated=mine.replicated)
+
+
+def _place_strided(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
+    """Where `mine` lies in that order of splits which gives every rank the size that it has."""
+    for order in (inner_first(mine.splits), mine.splits):
+        if order is not None and all(_cut(c, order).local == c.local and c.shape == mine.shape for c in held):
+            return _cut(mine, order)
+    raise UnsupportedError(name, "a DTensor with strided shards of sizes that no placement gives: redistribute it first")
+
+
+def _cut(c: Claim, order: Sequence[Split]) -> Placed:
+    return grid(c.shape, [split.at(c.coordinate) for split in order], replicated=c.replicated)
 
 
 def _along(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:

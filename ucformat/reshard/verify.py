@@ -24,6 +24,7 @@ from ucformat.errors import (
     StorageError,
     UcformatError,
 )
+from ucformat.formats import native
 from ucformat.reshard.execute import tensors_at
 from ucformat.reshard.plan import plan, wants
 from ucformat.shard import ShardChecks, hex_digest
@@ -70,6 +71,7 @@ def verify(catalog: Catalog, on_bytes: Callable[[int], None] | None = None) -> V
         results = list(pool.map(lambda number: _file(catalog, number, on_bytes), numbers))
     for _, found in results:
         damages.extend(found)
+    damages.extend(_companions(catalog))
     unchecked = [catalog.files[number].path for number in numbers if catalog.files[number].checks is None]
     checked = sum(nbytes for nbytes, _ in results)
     return Verification(len(catalog.tensors), catalog.nbytes, checked, tuple(unchecked), tuple(damages))
@@ -126,6 +128,21 @@ def _from_error(catalog: Catalog, number: int, where: str, error: UcformatError)
 
 def _hit(catalog: Catalog, number: int, start: int, stop: int) -> tuple[str, ...]:
     return tuple(tensors_at(catalog, number, start, stop)) if start < stop else ()
+
+
+def _companions(catalog: Catalog) -> Iterator[Damage]:
+    """Files that travel with a native checkpoint and are not those that were committed."""
+    if not any(isinstance(file.checks, ShardChecks) for file in catalog.files):
+        return
+    for item in native.read_record(catalog.store).companions:
+        where = f"{catalog.store.url}/{item.file}"
+        try:
+            whole = catalog.store.size(item.file) == item.size and hex_digest(catalog.store.read(item.file)) == item.digest
+        except (MissingFileError, StorageError) as error:
+            yield Damage(str(error).removeprefix(f"{where}: "), where)
+        else:
+            if not whole:
+                yield Damage("the file is not the one that was committed", where)
 
 
 def _shard_header(checks: ShardChecks, reader: Reader, where: str) -> Iterator[Damage]:

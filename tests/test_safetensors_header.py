@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, MissingFileError
-from ucformat.formats.safetensors_header import MAX_HEADER_BYTES, build_header, is_safetensors, nbytes, read_header
+from ucformat.safetensors_header import MAX_HEADER_BYTES, build_header, is_safetensors, nbytes, read_header
 from ucformat.storage import open_store
 
 Tree = dict[str, Any]
