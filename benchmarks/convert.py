@@ -96,6 +96,9 @@ def result(nbytes: int, runs: dict[str, list[dict[str, float]]]) -> Result:
     ratios["memory_vs_dcp"] = peak["dcp_to_torch_save"] / peak["dcp_to_torchsave"]
     values = {"size_gb": nbytes / GB, "torch_alone_mb": peak["nothing"], "peak_over_baseline_mb": worst}
     values |= {f"{key}_gb_per_s": nbytes / second[key] / GB for key in second if key != "nothing"}
+    for key, done in runs.items():
+        if key != "nothing":
+            values[f"{key}_cpu_s_per_gb"] = median([run["cpu_s"] for run in done]) / nbytes * GB
     values |= {f"{key}_over_baseline_mb": over[key] for key in over if key != "nothing"}
     lines = []
     for key in CONVERSIONS:

@@ -26,7 +26,7 @@ TIMEOUT_S = 1800.0
 
 
 def launch(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Run the ranks under torchrun: seconds of each round by `<peer>/<what>`."""
+    """Run the ranks under torchrun: seconds of each round by `<peer>/<what>/<s or cpu_s>`."""
     disk.require_space(args.dir or Path(tempfile.gettempdir()), 2 * args.size * GB)
     with tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=args.dir) as place:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -42,12 +42,13 @@ def launch(args: argparse.Namespace) -> dict[str, list[float]]:
 def result(times: dict[str, list[float]]) -> Result:
     """Medians, speeds and ratios."""
     nbytes = times.pop("nbytes")[0]
-    second = {key: median(values) for key, values in times.items()}
+    rounds = {key.removesuffix("/s"): seconds for key, seconds in times.items() if key.endswith("/s")}
+    second = {key: median(seconds) for key, seconds in rounds.items()}
     values: dict[str, float] = {"size_gb": nbytes / GB}
-    for key, seconds in second.items():
-        values[f"{key.replace('/', '_')}_gb_per_s"] = nbytes / seconds / GB
-    for key, rounds in times.items():
-        values[f"{key.replace('/', '_')}_spread"] = max(rounds) / min(rounds)
+    for key, seconds in rounds.items():
+        values[f"{key.replace('/', '_')}_gb_per_s"] = nbytes / second[key] / GB
+        values[f"{key.replace('/', '_')}_spread"] = max(seconds) / min(seconds)
+        values[f"{key.replace('/', '_')}_cpu_s_per_gb"] = median(times[f"{key}/cpu_s"]) / nbytes * GB
     ratios: dict[str, float] = {}
     for what in ("save", *LOADS):
         for peer in ("dcp", "safetensors"):

@@ -168,15 +168,17 @@ class Raw(Peer):
         disk.raw_read(self._file(place), self.buffer)
 
 
-def timed(work: Callable[[], None]) -> float:
-    """Seconds of the slowest rank."""
+def timed(work: Callable[[], None]) -> dict[str, float]:
+    """Seconds of the slowest rank, and seconds of processor time of all ranks together."""
     gc.collect()
     dist.barrier()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     work()
     took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    cpu = torch.tensor(time.process_time() - used, dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+    dist.all_reduce(cpu)
+    return {"s": float(took), "cpu_s": float(cpu)}
 
 
 def on_first_rank(work: Callable[[Path], None], place: Path) -> None:
@@ -185,7 +187,7 @@ def on_first_rank(work: Callable[[Path], None], place: Path) -> None:
     dist.barrier()
 
 
-def one_round(peer: Peer, place: Path, layouts: Layouts) -> dict[str, float]:
+def one_round(peer: Peer, place: Path, layouts: Layouts) -> dict[str, dict[str, float]]:
     """Save, then load everything cold and warm, in the same and in other layouts."""
     on_first_rank(lambda path: path.mkdir(), place)
     took = {"save": timed(lambda: peer.save(place, layouts.rows))}
@@ -223,7 +225,7 @@ def prove(peer: Peer, place: Path, layouts: Layouts, truth: dict[str, int]) -> N
 
 
 def measure(size: float, rounds: int, directory: Path) -> None:
-    """Called on every rank under torchrun; rank 0 prints seconds by `<peer>/<what>` as JSON."""
+    """Called on every rank under torchrun; rank 0 prints seconds by `<peer>/<what>/<s or cpu_s>` as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -243,8 +245,9 @@ def measure(size: float, rounds: int, directory: Path) -> None:
     order = list(peers)
     for _ in range(rounds):
         for name in order:
-            for what, seconds in one_round(peers[name], directory / name, layouts).items():
-                times[f"{name}/{what}"].append(seconds)
+            for what, took in one_round(peers[name], directory / name, layouts).items():
+                for unit, seconds in took.items():
+                    times[f"{name}/{what}/{unit}"].append(seconds)
         order = order[1:] + order[:1]  # nobody is always the one after a certain other
     if dist.get_rank() == 0:
         print(json.dumps({"nbytes": [layouts.nbytes], **times}), flush=True)

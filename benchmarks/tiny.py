@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20_000, help="tensors")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is meant
     measure(args.count, args.rounds, args.dir).publish(args.json)
 
 

@@ -20,7 +20,15 @@ from tests.spec_reader import safetensors as read_header
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.dtypes import DTYPES
-from ucformat.errors import ChecksumError, CoverageError, FormatError, MissingFileError, UcformatError, VersionError
+from ucformat.errors import (
+    ChecksumError,
+    CoverageError,
+    FormatError,
+    MissingFileError,
+    UcformatError,
+    UnrepresentableError,
+    VersionError,
+)
 from ucformat.formats import native, open_catalog
 from ucformat.formats.target import Target, WriteJob
 from ucformat.manifest import MANIFEST, Envelope, Record, decode_record, encode_record
@@ -272,3 +280,11 @@ def test_a_record_comes_back_as_it_was(root: Path) -> None:
     record = decode_record((root / MANIFEST).read_bytes(), "f")
     assert isinstance(record, Record)
     assert decode_record(encode_record(record), "f") == record
+
+
+def test_a_box_that_cuts_through_packed_numbers_is_refused(tmp_path: Path) -> None:
+    spec = TensorSpec("w", "F6_E2M3", (6,))
+    targets = [Target(spec, Box((0,), (2,))), Target(spec, Box((2,), (4,)))]
+    fill = TensorFill([torch.zeros(2, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)], [DTYPES["F6_E2M3"]] * 2)
+    with pytest.raises(UnrepresentableError, match="packs 4 numbers into 3 bytes"):
+        native.write(WriteJob(open_store(str(tmp_path / "ck")), targets, fill))

@@ -113,6 +113,18 @@ class Ledger:
                     wrong = i
         return wrong
 
+    def gaps(self, limit: int) -> list[tuple[int, int]]:
+        """What is missing of ranges that were read but for at most `limit` bytes: padding, mostly."""
+        found: list[tuple[int, int]] = []
+        with self._lock:
+            for i, parts in self._parts.items():
+                stops = [int(self._checks.start[i]), *(part.stop for part in parts)]
+                starts = [*(part.start for part in parts), int(self._checks.stop[i])]
+                missing = [(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
+                if sum(b - a for a, b in missing) <= limit:
+                    found += missing
+        return found
+
     def _claim(self, index: int, start: int, stop: int) -> list[_Noted]:
         """The parts of [start, stop) that nobody has noted yet, from now on this caller's to compute."""
         fresh: list[_Noted] = []

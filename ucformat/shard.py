@@ -120,7 +120,10 @@ def lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes:
         keys.add(key)
         if not whole or key != spec.name or kind.stored != kind.name:
             notes[key] = Entry(spec.name, spec.dtype, spec.shape, box.offset)
-        header_entries.append((key, kind.stored, kind.header_shape(box.length)))
+        try:
+            header_entries.append((key, kind.stored, kind.header_shape(box.length)))
+        except ValueError as error:  # a box that cuts through a group of packed numbers
+            raise UnrepresentableError(spec.name, f"box {box}", str(error)) from error
         sizes[at] = box.volume * kind.itemsize
     data = int(sizes.sum())
     pad = -data % PAGE

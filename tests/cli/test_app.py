@@ -36,7 +36,6 @@ def test_help_teaches_by_examples(ucconvert: Program) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ["convert"],
         ["a"],
         ["a", "b"],
         ["a", "b", "--to"],

@@ -46,8 +46,14 @@ def test_optimizer_by_index_needs_the_names_of_its_parameters() -> None:
     assert canonical({"optimizer": as_text}) == wanted
 
 
-def test_state_of_an_unknown_parameter_is_left_alone() -> None:
-    tree = {"optimizer": {"state": {"z": {"m": T}}, "param_groups": GROUPS}}
+def test_state_under_a_tied_name_is_state_by_name_too() -> None:
+    """A tied parameter has state under both its names, and one of them is in no group."""
+    tree = {"optimizer": {"state": {"a": {"m": T}, "tied": {"m": T}}, "param_groups": GROUPS}}
+    assert canonical(tree) == {"optimizer": {"a": {"m": T}, "tied": {"m": T}, "param_groups": GROUPS}}
+
+
+def test_state_of_an_unknown_number_is_left_alone() -> None:
+    tree = {"optimizer": {"state": {7: {"m": T}}, "param_groups": GROUPS}}
     assert canonical(tree) == tree
 
 

@@ -153,6 +153,19 @@ def test_a_zip_entry_read_in_parts_is_checked_as_a_whole(tmp_path: Path, start: 
     assert torch.equal(read(catalog, "w", Box((0,), (10,))), tensor[:10])  # a part can't be checked: documented
 
 
+def test_damage_in_unread_padding_does_not_hide_damage_elsewhere(tmp_path: Path) -> None:
+    """A record of which all but its padding is wanted is still checked: the padding is read for that."""
+    tensor = torch.arange(1000, dtype=torch.float32)
+    builder = _crc_catalog(tmp_path, bits(tensor), 8)
+    builder.tensor("w", "F32", (990,))
+    builder.fragment("w", 0, 8)
+    catalog = builder.build()
+    assert torch.equal(read(catalog, "w"), tensor[:990])
+    flip(tmp_path / "f.bin", 8 + 400)
+    with pytest.raises(ChecksumError, match="crc32"):
+        read(catalog, "w")
+
+
 def test_unaligned_foreign_bytes_and_strides_are_honoured(tmp_path: Path) -> None:
     base = torch.randn(6, 9, dtype=torch.float64)
     builder = _crc_catalog(tmp_path, bits(base), 13)

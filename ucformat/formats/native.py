@@ -314,6 +314,8 @@ def write(job: WriteJob) -> None:
             tables[number] = put_shard(
                 store, generation.shard(number), [job.targets[i] for i in pieces], job.fill_of(pieces), job.on_bytes
             )
+        if job.finish is not None:
+            job.finish()
     merged = {number: table for part in group.all_gather(tables) for number, table in part.items()}
     with group.together(f"committing {store.url}"):
         if group.rank == 0:

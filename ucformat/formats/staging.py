@@ -36,6 +36,8 @@ def publish(job: WriteJob, write: Callable[[Store], None], commit: Callable[[Sto
     try:
         with group.together("writing"):
             write(staging)
+            if job.finish is not None:
+                job.finish()
         with group.together("committing"):
             if group.rank == 0:
                 commit(staging)

@@ -60,6 +60,9 @@ class WriteJob:
     layout: Sequence[Sequence[int]] | None = None
     """Which targets (by index) go into which output file, for formats whose files may be divided freely."""
 
+    finish: Callable[[], None] | None = None
+    """Called on every rank when its share is written, before anything is committed: the source's last checks."""
+
     def shards(self) -> list[list[int]]:
         """Targets of each output file: as `layout` says, else in order, up to `max_file_bytes` each; at least one."""
         if self.layout is not None:

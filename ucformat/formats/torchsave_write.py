@@ -49,6 +49,8 @@ def _write(job: WriteJob) -> None:
         write_head(out, data_pkl)
         _write_tensors(job, out, pieces, leaves)
         write_tail(out)
+        if job.finish is not None:
+            job.finish()
 
 
 def _write_tensors(

@@ -76,13 +76,15 @@ def _by_parameter(state: Nest) -> Nest | None:
     names = _parameter_names(groups)
     if names is None or "param_groups" in names.values():
         return None
-    if not all(isinstance(held, dict) and key in names for key, held in states.items()):
+    by_name = all(isinstance(param, str) for group in groups for param in group["params"])
+    known = (lambda key: isinstance(key, str)) if by_name else names.__contains__  # tied parameters have state under both names
+    if not all(isinstance(held, dict) and known(key) for key, held in states.items()):
         return None
     renamed = [
         {key: [names[p] for p in value] if key == "params" else value for key, value in group.items() if key != "param_names"}
         for group in groups
     ]
-    return {**{names[key]: held for key, held in states.items()}, "param_groups": renamed}
+    return {**{names.get(key, str(key)): held for key, held in states.items()}, "param_groups": renamed}
 
 
 def _are_groups(groups: object) -> TypeGuard[list[Nest]]:

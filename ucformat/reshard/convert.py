@@ -176,11 +176,13 @@ def prepare(
     specs = _converted(kept.tensors, wanted_dtype)
     pieces, files = ([Target(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
     read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
+    fill = CatalogFill(kept, pieces, [target.name for target in pieces])
     job = WriteJob(
         store=store,
         file=file,
         targets=pieces,
-        fill=CatalogFill(kept, pieces, [target.name for target in pieces]),
+        fill=fill,
+        finish=fill.complete,
         values=values,
         aliases=kept.aliases,
         notes=replace(kept.notes, mesh=dict(layout.mesh) if layout is not None else {}),

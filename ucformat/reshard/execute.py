@@ -27,6 +27,7 @@ from ucformat.storage import Bytes, Reader
 
 THREADS = 4  # reads in flight: enough to keep a disk's queue full, few enough for small machines
 GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
+PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 1 << 20  # read and hashed while still in the cache
 WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,11 +64,17 @@ def execute(
     Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
     StorageError, naming file and bytes, while reading: the destinations are then partly filled.
     """
-    _Execution(plan, dest, cast, Seen() if seen is None else seen, on_bytes, verify).run(threads)
+    kept = Seen() if seen is None else seen
+    _Execution(plan, dest, cast, kept, on_bytes, verify).run(threads)
+    if seen is None and verify:
+        kept.complete(plan.catalog)
 
 
 class Seen:
-    """Checksums of files, loaded once, and what is known so far of ranges that are read in parts."""
+    """Checksums of files, loaded once, and what is known so far of ranges that are read in parts.
+
+    Whoever passes one to several executions calls `complete` after the last.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,6 +89,25 @@ class Seen:
                 ledger = sums.Ledger(found) if found is not None and found.algorithm == "crc32" else None
                 self._checks[file] = found, ledger
             return self._checks[file]
+
+    def complete(self, catalog: Catalog) -> None:
+        """Check the ranges that were read but for a little padding, which is read now. Raises ChecksumError."""
+        for file, (found, ledger) in self._checks.items():
+            for start, stop in [] if ledger is None else ledger.gaps(PADDING_BYTES):
+                data = np.empty(stop - start, dtype=np.uint8)
+                catalog.store.read_into(catalog.files[file].path, start, data)
+                assert ledger is not None
+                wrong = ledger.add(start, data)
+                if wrong is not None:
+                    assert found is not None
+                    raise damaged(catalog, file, found, wrong)
+
+
+def damaged(catalog: Catalog, file: int, found: Checks, wrong: int) -> ChecksumError:
+    """The error for checked range `wrong` of a file."""
+    start, stop = int(found.start[wrong]), int(found.stop[wrong])
+    where = f"{catalog.store.url}/{catalog.files[file].path}"
+    return ChecksumError(where, start, stop, tensors_at(catalog, file, start, stop), found.algorithm)
 
 
 class _Execution:
@@ -99,7 +125,7 @@ class _Execution:
         self.catalog = plan.catalog
         self.dest = [tensor.detach() for tensor in dest]
         self.verify, self.on_bytes, self.seen = verify, on_bytes, seen
-        self.kinds = [plan.catalog.tensors[i].kind for i in plan.wants.tensor]
+        self.kinds: list[DType] = [plan.catalog.tensors[i].kind for i in plan.wants.tensor]
         flat_dest = np.array([self._check(plan, i, cast) for i in range(len(dest))], dtype=bool)
         self.flat = _flat(plan, flat_dest)
         uneven = cut(plan, ~self.flat)
@@ -255,11 +281,7 @@ class _Execution:
             skip = max(0, task.fresh - start)
             wrong = self.ledgers[task.file].add(start + skip, data[skip:])
         if wrong is not None:
-            low, high = int(found.start[wrong]), int(found.stop[wrong])
-            raise ChecksumError(self._path(task.file), low, high, tensors_at(self.catalog, task.file, low, high), found.algorithm)
-
-    def _path(self, file: int) -> str:
-        return f"{self.catalog.store.url}/{self.catalog.files[file].path}"
+            raise damaged(self.catalog, task.file, found, wrong)
 
     # -- scatter -------------------------------------------------------------------------------------------------
 

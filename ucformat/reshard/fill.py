@@ -105,3 +105,7 @@ class CatalogFill:
         execute(plan(self.catalog, wants(self.catalog, wanted)), dest, cast=True, threads=self.threads, seen=self.seen)
         for window in windows:
             window.put_back()
+
+    def complete(self) -> None:
+        """Check what can only be checked when all has been read. Raises ChecksumError."""
+        self.seen.complete(self.catalog)
