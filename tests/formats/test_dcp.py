@@ -40,7 +40,8 @@ from ucformat.errors import (
     VersionError,
 )
 from ucformat.formats import dcp as our_dcp
-from ucformat.formats import dcp_write, open_catalog
+from ucformat.formats import open_catalog
+from ucformat.formats.dcp import write as dcp_write
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
 from ucformat.reshard.fill import CatalogFill

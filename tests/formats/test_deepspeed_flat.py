@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ucformat.box import Box, flat_range, pad
-from ucformat.formats.deepspeed_flat import (
+from ucformat.formats.deepspeed.flat import (
     EvenSlices,
     Geometry,
     ParameterSlices,

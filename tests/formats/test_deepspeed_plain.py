@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.formats.deepspeed_fixtures import DATA, copy_of, edit, load, model_file, open_kind
 from ucformat.formats import deepspeed
-from ucformat.formats.deepspeed_plain import Numbered, assign
+from ucformat.formats.deepspeed.plain import Numbered, assign
 from ucformat.formats.source import locate
 from ucformat.reshard.read import read
 from ucformat.safepickle import StoredStorage, StoredTensor, open_torch_zip

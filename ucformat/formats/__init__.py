@@ -18,7 +18,7 @@ from ucformat.formats.target import WriteJob
 READERS = ("native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "torchsave")
 """Modules that recognise checkpoints, the most specific first."""
 
-WRITERS = {"native": "native", "hf": "hf_write", "dcp": "dcp_write", "torchsave": "torchsave_write"}
+WRITERS = {"native": "native", "hf": "hf.write", "dcp": "dcp.write", "torchsave": "torchsave.write"}
 """Format name → module with its `write`."""
 
 

@@ -1,7 +1,7 @@
-"""PyTorch Distributed Checkpoint (DCP): reading by byte range. Writing is in `dcp_write`.
+"""PyTorch Distributed Checkpoint (DCP): reading by byte range. Writing is in `dcp.write`.
 
 `.metadata` says which chunk of which tensor is which item of which `.distcp` file; each item is a small torch.save zip
-(see `dcp_items`). Paths come from the planner's data, so keys with dots stay whole; then torch's optimizer nest
+(see `dcp.items`). Paths come from the planner's data, so keys with dots stay whole; then torch's optimizer nest
 becomes the canonical one.
 """
 
@@ -15,9 +15,9 @@ from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
-from ucformat.formats.dcp_items import Item, open_items
-from ucformat.formats.dcp_metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
-from ucformat.formats.dcp_write import write
+from ucformat.formats.dcp.items import Item, open_items
+from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
+from ucformat.formats.dcp.write import write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ucformat.errors import FormatError, UnsupportedError
-from ucformat.formats.deepspeed_files import LATER
+from ucformat.formats.deepspeed.files import LATER
 from ucformat.safepickle import RefusedTensor, StoredTensor
 
 MAX_ITEMS = 1 << 48  # of one parameter: a thousand times the largest model, and sums of them stay within int64

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ucformat.errors import FormatError
-from ucformat.formats.deepspeed_flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
-from ucformat.formats.deepspeed_open import Opened, dense, state
-from ucformat.formats.deepspeed_optim import MAX_ITEMS, RankOptim, mapping, sequence
+from ucformat.formats.deepspeed.flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
+from ucformat.formats.deepspeed.optim import MAX_ITEMS, RankOptim, mapping, sequence
+from ucformat.formats.deepspeed.records import Opened, dense, state
 from ucformat.safepickle import StoredTensor
 from ucformat.values import join_name
 

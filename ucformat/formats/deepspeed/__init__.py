@@ -11,12 +11,12 @@ from typing import Any
 
 from ucformat.catalog import Catalog, Notes
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
-from ucformat.formats import deepspeed_files
-from ucformat.formats.deepspeed_files import LATER, RankFiles, expect_ranks
-from ucformat.formats.deepspeed_model import add_sliced, add_whole, parse_model
-from ucformat.formats.deepspeed_open import Opened
-from ucformat.formats.deepspeed_optim import RankOptim, mapping, parse
-from ucformat.formats.deepspeed_zero import OptimizerState
+from ucformat.formats.deepspeed import files as found_files
+from ucformat.formats.deepspeed.files import LATER, RankFiles, expect_ranks
+from ucformat.formats.deepspeed.model import add_sliced, add_whole, parse_model
+from ucformat.formats.deepspeed.optim import RankOptim, mapping, parse
+from ucformat.formats.deepspeed.records import Opened
+from ucformat.formats.deepspeed.zero import OptimizerState
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.safepickle import StoredTensor, to_values
@@ -34,7 +34,7 @@ _OWN = {
 }  # fmt: skip
 """Other entries that DeepSpeed writes; all the rest came from the client."""
 
-detect = deepspeed_files.detect
+detect = found_files.detect
 
 
 def open_catalog(source: Source) -> Catalog:
@@ -43,7 +43,7 @@ def open_catalog(source: Source) -> Catalog:
     Reads the directory and pickle of each file, and no tensor data. Raises UnsupportedError for parallelism and offloading
     that a later release reads, MissingFileError and FormatError naming files that are missing, left over, or damaged.
     """
-    files = deepspeed_files.discover(source)
+    files = found_files.discover(source)
     if 0 not in files.model:
         first = f"{files.store.url}/zero_pp_rank_0_mp_rank_00_model_states.pt"
         raise MissingFileError(first, "the model file of rank 0 is missing")

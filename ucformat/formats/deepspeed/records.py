@@ -14,7 +14,7 @@ from ucformat.box import Box, Ints
 from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes, row_major
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
-from ucformat.formats.deepspeed_flat import Pieces
+from ucformat.formats.deepspeed.flat import Pieces
 from ucformat.safepickle import RefusedTensor, StoredTensor, open_torch_zip
 from ucformat.storage import Store
 from ucformat.torchzip import checks_of

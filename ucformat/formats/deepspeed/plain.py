@@ -16,10 +16,10 @@ import torch
 
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError
-from ucformat.formats.deepspeed_open import Opened, dense, state
-from ucformat.formats.deepspeed_optim import FlatGroup, RankOptim, flat_tensor, mapping, sequence
-from ucformat.formats.deepspeed_zero import OptimizerState, add_step
-from ucformat.formats.deepspeed_zero import add_optimizer as add_flat_optimizer
+from ucformat.formats.deepspeed.optim import FlatGroup, RankOptim, flat_tensor, mapping, sequence
+from ucformat.formats.deepspeed.records import Opened, dense, state
+from ucformat.formats.deepspeed.zero import OptimizerState, add_step
+from ucformat.formats.deepspeed.zero import add_optimizer as add_flat_optimizer
 from ucformat.safepickle import StoredTensor
 from ucformat.values import join_name
 

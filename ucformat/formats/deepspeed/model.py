@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucformat.errors import FormatError, UnsupportedError
-from ucformat.formats import deepspeed_plain, deepspeed_zero
-from ucformat.formats.deepspeed_flat import ParameterSlices
-from ucformat.formats.deepspeed_open import Opened, dense, numel, state, weight
-from ucformat.formats.deepspeed_optim import RankOptim, flat_tensor, mapping
-from ucformat.formats.deepspeed_zero import OptimizerState, Shapes, shape_dict, shapes_of
+from ucformat.formats.deepspeed import plain, zero
+from ucformat.formats.deepspeed.flat import ParameterSlices
+from ucformat.formats.deepspeed.optim import RankOptim, flat_tensor, mapping
+from ucformat.formats.deepspeed.records import Opened, dense, numel, state, weight
+from ucformat.formats.deepspeed.zero import OptimizerState, Shapes, shape_dict, shapes_of
 from ucformat.safepickle import StoredTensor
 
 
@@ -79,10 +79,10 @@ def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> Optim
                 raise FormatError(
                     model.file, f"{name!r} has shape {list(tensors[name].shape)} in module and {list(shape)} in param_shapes"
                 )
-        found = deepspeed_zero.add_optimizer(opened, ranks, model.shapes, lambda name: state(name, "fp32"))
+        found = zero.add_optimizer(opened, ranks, model.shapes, lambda name: state(name, "fp32"))
     else:
         trainable = {n: t for n, t in tensors.items() if n not in aliases and n not in model.buffers}
-        found = deepspeed_plain.add_optimizer(opened, model.tree.get("optimizer"), trainable, model.file)
+        found = plain.add_optimizer(opened, model.tree.get("optimizer"), trainable, model.file)
         for name, keys in found.states.items():
             if "fp32" not in keys and trainable[name].dtype == "F32":  # the weight itself is the master weight
                 opened.builder.alias(state(name, "fp32"), weight(name))
@@ -140,7 +140,7 @@ def add_sliced(
     computed = {name: tensors[name].dtype for name in trained if name in tensors}
     masters = {group.master.dtype for group in ranks[0].groups}
     is_weight = {name for name in trained if name not in whole and {computed.get(name, "F32")} == masters}
-    found = deepspeed_zero.add_optimizer(
+    found = zero.add_optimizer(
         opened, ranks, model.shapes, lambda name: weight(name) if name in is_weight else state(name, "fp32")
     )
     for name in trained:

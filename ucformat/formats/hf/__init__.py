@@ -1,7 +1,7 @@
 """Hugging Face safetensors: one file, several, or several with an index.
 
 Reading: tensors are `model/<name>`; tied names come from `__metadata__`, where safetensors' own `save_model` puts
-them. Writing (see `hf_write`): model tensors whole, in files that `from_pretrained` loads.
+them. Writing (see `hf.write`): model tensors whole, in files that `from_pretrained` loads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ucformat import values as value_tree
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
-from ucformat.formats import hf_files
-from ucformat.formats.hf_write import METADATA_KEY, MODEL, takes, write
+from ucformat.formats.hf import files
+from ucformat.formats.hf.write import METADATA_KEY, MODEL, takes, write
 from ucformat.formats.source import Source
 from ucformat.safetensors_header import LENGTH_BYTES, Entry, Header
 from ucformat.storage import Store
@@ -30,14 +30,14 @@ def detect(source: Source) -> bool:
     """Whether this is a Hugging Face file or directory; never raises on foreign input."""
     try:
         if source.file is not None:
-            named = source.file.endswith((hf_files.SUFFIX, hf_files.INDEX_SUFFIX))
+            named = source.file.endswith((files.SUFFIX, files.INDEX_SUFFIX))
             return named and not _foreign(source.store, source.file)
         names = source.store.list()
         if "ucf.json" in names or ".metadata" in names:
             return False
-        weights = [name for name in names if name.endswith(hf_files.SUFFIX)]
+        weights = [name for name in names if name.endswith(files.SUFFIX)]
         if not weights:
-            return any(name.endswith(hf_files.INDEX_SUFFIX) for name in names)
+            return any(name.endswith(files.INDEX_SUFFIX) for name in names)
         return not _foreign(source.store, weights[0])
     except UcformatError:
         return False
@@ -48,9 +48,9 @@ def open_catalog(source: Source) -> Catalog:
 
     Raises FormatError (malformed, index and files disagree), MissingFileError, UnsupportedError.
     """
-    chosen = hf_files.choose(source)
-    headers = hf_files.read_headers(source.store, chosen)
-    owners, remarks = hf_files.owners(source.store, chosen, headers)
+    chosen = files.choose(source)
+    headers = files.read_headers(source.store, chosen)
+    owners, remarks = files.owners(source.store, chosen, headers)
     builder = CatalogBuilder(source.store)
     for header in headers:
         builder.file(File(header.path, header.size))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucformat.errors import FormatError
-from ucformat.formats.dcp_metadata import Chunk, Metadata, Place
+from ucformat.formats.dcp.metadata import Chunk, Metadata, Place
 from ucformat.safepickle import open_torch_zip
 from ucformat.storage import Store
 from ucformat.torchzip import Peek, ZipEntry, tail_range
