@@ -41,7 +41,7 @@ from ucformat.errors import (
 )
 from ucformat.formats import dcp as our_dcp
 from ucformat.formats import open_catalog
-from ucformat.formats.dcp import write as dcp_write
+from ucformat.formats.dcp import writer as dcp_writer
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
 from ucformat.reshard.fill import CatalogFill
@@ -578,7 +578,7 @@ def test_tied_tensor_is_written_under_each_name(tmp_path: Path) -> None:
 
 
 def test_large_tensor_is_cut_into_chunks_along_dimension_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_write, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 4096)
     tensor = torch.randn(100, 30)
     catalog = stock(tmp_path / "a", {"model": {"w": tensor}})
     our_dcp.write(job(catalog, tmp_path / "b"))

@@ -18,7 +18,7 @@ from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
 from ucformat.errors import ExistsError, FormatError, MissingFileError, UcformatError, UnsupportedError
 from ucformat.formats import companions, hf
-from ucformat.formats.hf.write import lay_out
+from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import Target, WriteJob
 from ucformat.localdisk import LocalStore

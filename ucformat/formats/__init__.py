@@ -18,8 +18,8 @@ from ucformat.formats.target import WriteJob
 READERS = ("native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "torchsave")
 """Modules that recognise checkpoints, the most specific first."""
 
-WRITERS = {"native": "native", "hf": "hf.write", "dcp": "dcp.write", "torchsave": "torchsave.write"}
-"""Format name → module with its `write`."""
+WRITERS = ("native", "hf", "dcp", "torchsave")
+"""Modules that can write, by the names that users give."""
 
 
 def _module(name: str) -> ModuleType:
@@ -53,7 +53,7 @@ def writer(name: str) -> Callable[[WriteJob], None]:
     """The `write` of a format. Raises UnsupportedError for one that can't be written."""
     if name not in WRITERS:
         raise UnsupportedError(name, f"not a format that can be written (choose from {', '.join(WRITERS)})")
-    write: Callable[[WriteJob], None] = _module(WRITERS[name]).write
+    write: Callable[[WriteJob], None] = _module(name).write
     return write
 
 
@@ -63,6 +63,6 @@ VALUELESS = frozenset({"hf"})
 
 def taken(name: str, names: Sequence[str]) -> list[str]:
     """Those of `names` that a format has a place for; converting leaves the others out and says so."""
-    module = _module(WRITERS[name])
+    module = _module(name)
     choose: Callable[[Sequence[str]], list[str]] = getattr(module, "takes", list)
     return choose(names)

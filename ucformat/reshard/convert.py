@@ -21,7 +21,7 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
 from ucformat.formats import companions
-from ucformat.formats.hf.write import METADATA_KEY, lay_out
+from ucformat.formats.hf.writer import METADATA_KEY, lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Target, WriteJob
 from ucformat.group import Group

@@ -1,4 +1,4 @@
-"""PyTorch Distributed Checkpoint (DCP): reading by byte range. Writing is in `dcp.write`.
+"""PyTorch Distributed Checkpoint (DCP): reading by byte range. Writing is in `dcp.writer`.
 
 `.metadata` says which chunk of which tensor is which item of which `.distcp` file; each item is a small torch.save zip
 (see `dcp.items`). Paths come from the planner's data, so keys with dots stay whole; then torch's optimizer nest
@@ -17,7 +17,7 @@ from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
-from ucformat.formats.dcp.write import write
+from ucformat.formats.dcp.writer import write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical

@@ -1,7 +1,7 @@
 """Hugging Face safetensors: one file, several, or several with an index.
 
 Reading: tensors are `model/<name>`; tied names come from `__metadata__`, where safetensors' own `save_model` puts
-them. Writing (see `hf.write`): model tensors whole, in files that `from_pretrained` loads.
+them. Writing (see `hf.writer`): model tensors whole, in files that `from_pretrained` loads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.hf import files
-from ucformat.formats.hf.write import METADATA_KEY, MODEL, takes, write
+from ucformat.formats.hf.writer import METADATA_KEY, MODEL, takes, write
 from ucformat.formats.source import Source
 from ucformat.safetensors_header import LENGTH_BYTES, Entry, Header
 from ucformat.storage import Store

@@ -1,7 +1,7 @@
 """torch.save files (.pt, .pth, .bin, .ckpt), zip form: reading. Tensors are found in the zip, nothing is loaded.
 
 Tensors that share a storage with equal shape and strides are one tensor with several names; other views of one storage
-are tensors of their own over the same bytes. Writing is in `torchsave.write`.
+are tensors of their own over the same bytes. Writing is in `torchsave.writer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
 from ucformat.formats.torchmodule import is_module, to_state_dicts
-from ucformat.formats.torchsave.write import write
+from ucformat.formats.torchsave.writer import write
 from ucformat.formats.torchstate import to_canonical
 from ucformat.safepickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
 from ucformat.torchzip import checks_of

@@ -28,7 +28,7 @@ from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Target, WriteJob
 from ucformat.formats.torchrecords import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
-from ucformat.formats.torchsave.write import in_order, torch_tree
+from ucformat.formats.torchsave.writer import in_order, torch_tree
 from ucformat.image import Part, stream
 from ucformat.storage import Bytes, Store
 from ucformat.values_json import ArrayRef
