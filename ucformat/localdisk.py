@@ -21,6 +21,7 @@ from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.storage import Bytes, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
+HUGE_BYTES = 2 << 20  # the size of a huge page
 BOUNCE_BYTES = 1 << 20  # stays in the L2 cache between the disk's write and our copy
 DIRECT_BYTES = 1 << 18  # shorter reads gain more from the kernel's read-ahead than from passing it by
 _CACHESTAT = 451  # Linux ≥ 6.5, the same number on every architecture
@@ -29,8 +30,14 @@ _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def aligned(nbytes: int) -> Bytes:
-    """A zeroed buffer of `nbytes` bytes that starts at a multiple of `ALIGNMENT`."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
+    """A zeroed buffer of `nbytes` bytes that starts at a multiple of `ALIGNMENT`, on huge pages where there are any."""
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)  # one page for the disk to address instead of 512
+        except OSError:
+            pass  # a kernel without huge pages
+    return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
 
 
 class _Bounce(threading.local):

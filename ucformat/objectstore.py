@@ -14,6 +14,17 @@ from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.storage import Bytes, Store, Writer, safe_path
 
 
+_FOLDERLESS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos"})
+"""Protocols without folders: making one would make a bucket, which is never ours to do."""
+
+
+def make_folder(filesystem: Any, path: str) -> None:
+    """Make the folder that a file goes into, where there are folders."""
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    if not protocols & _FOLDERLESS:
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
 class FsspecWriter(Writer):
     """A sequential upload: bytes arrive in order, the object appears on close."""
 
@@ -22,7 +33,7 @@ class FsspecWriter(Writer):
     def __init__(self, filesystem: Any, path: str) -> None:  # fsspec is untyped
         self.path, self._filesystem, self._at = path, filesystem, 0
         try:
-            filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+            make_folder(filesystem, path)
             self._file = filesystem.open(path, "wb")
         except Exception as error:
             raise StorageError(path, error) from error
@@ -123,7 +134,7 @@ class FsspecStore(Store):
     def put(self, path: str, data: bytes) -> None:
         full = self._full(path)
         try:
-            self.filesystem.makedirs(full.rpartition("/")[0], exist_ok=True)
+            make_folder(self.filesystem, full)
             self.filesystem.pipe_file(full, data)
         except Exception as error:
             raise StorageError(f"{self.url}/{path}", error) from error

@@ -342,7 +342,7 @@ def mesh_axes(leaves: Iterable[Leaf]) -> tuple[dict[str, int], dict[str, int] | 
         coordinate = mesh.get_coordinate() if mesh is not None else None
         if mesh is None or coordinate is None:
             continue
-        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, coordinate, strict=False):
+        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.shape, coordinate, strict=False):
             sizes.setdefault(axis, int(size))
             coords.setdefault(axis, at)
     return sizes, coords or None

@@ -108,7 +108,7 @@ def spread(frame: DTensor, local: torch.Tensor, at: str) -> Leaf:
 
 
 def mesh_shape(frame: DTensor) -> tuple[int, ...]:
-    return tuple(frame.device_mesh.mesh.shape)
+    return tuple(frame.device_mesh.shape)  # not `.mesh.shape`: that tensor is built anew each time
 
 
 def replicated(frame: DTensor, sizes: Sequence[int]) -> bool:
