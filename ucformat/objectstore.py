@@ -13,7 +13,6 @@ import fsspec
 from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.storage import Bytes, Store, Writer, safe_path
 
-
 _FOLDERLESS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos"})
 """Protocols without folders: making one would make a bucket, which is never ours to do."""
 
