@@ -194,3 +194,22 @@ class LayoutError(UcformatError):
     def __init__(self, layout: str, why: str) -> None:
         self.layout, self.why = layout, why
         super().__init__(f"layout {layout}: {why}")
+
+
+class SnapshotMemoryError(UcformatError):
+    """The slots of a snapshot do not fit: found out before anything was allocated, `limit` says what sets the limit."""
+
+    def __init__(self, directory: str, needed: int, free: int, limit: str, hint: str = "") -> None:
+        self.directory, self.needed, self.free, self.limit = directory, needed, free, limit
+        super().__init__(
+            f"{directory}: the slots of this rank need {needed:,} bytes more, {max(free, 0):,} are free ({limit}): "
+            f"choose fewer slots, or a directory with more room{hint}"
+        )
+
+
+class SnapshotInUseError(UcformatError):
+    """Another living process fills the slots in `directory`."""
+
+    def __init__(self, directory: str, holder: str) -> None:
+        self.directory, self.holder = directory, holder
+        super().__init__(f"{directory}: in use by {holder or 'another process'}: give every job a directory of its own")

@@ -86,17 +86,15 @@ class Envelope(msgspec.Struct, frozen=True):
     record: msgspec.Raw
 
 
-def encode_record(record: Record) -> bytes:
-    """The bytes of `ucf.json`."""
-    raw = msgspec.json.encode(record)
+def seal(raw: bytes) -> bytes:
+    """The bytes of a file that holds the record `raw` (JSON) in its envelope."""
     return msgspec.json.encode(Envelope(VERSION, hex_digest(raw), msgspec.Raw(raw))) + b"\n"
 
 
-def decode_record(data: bytes, file: str) -> Record:
-    """The record in the bytes of `ucf.json`.
+def unseal(data: bytes, file: str) -> bytes:
+    """The record, still JSON, in the bytes of a sealed file.
 
-    Raises VersionError for an unknown major version, ChecksumError when it is damaged, FormatError when it breaks
-    the format. Unknown fields are ignored.
+    Raises VersionError for an unknown major version, ChecksumError when it is damaged, FormatError when it breaks the format.
     """
     try:
         envelope = msgspec.json.decode(data, type=Envelope)
@@ -109,12 +107,31 @@ def decode_record(data: bytes, file: str) -> Record:
         raise ChecksumError(file, 0, len(data), what="digest of the commit record")
     try:
         _refuse_duplicates(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+    return raw
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of `ucf.json`."""
+    return seal(msgspec.json.encode(record))
+
+
+def decode_record(data: bytes, file: str) -> Record:
+    """The record in the bytes of `ucf.json`.
+
+    Raises what `unseal` raises, and FormatError when the record breaks the format. Unknown fields are ignored.
+    """
+    raw = unseal(data, file)
+    try:
         record = msgspec.json.decode(raw, type=Record)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
     for path in (record.index.file, *(shard.file for shard in record.shards), *(item.file for item in record.companions)):
         safe_path(path, file)
-    _check_sizes(record, file)
+    check_block_size(record.block_bytes, file)
+    for shard in record.shards:
+        check_sizes(shard, record.block_bytes, file)
     return record
 
 
@@ -126,15 +143,20 @@ def _refuse_duplicates(data: bytes) -> None:
     json.loads(data, object_pairs_hook=pairs)
 
 
-def _check_sizes(record: Record, file: str) -> None:
-    if record.block_bytes <= 0 or record.block_bytes % 4096:
-        raise FormatError(file, f"block size {record.block_bytes} is not a multiple of 4096")
-    for shard in record.shards:
-        blocks = -(-(shard.table_start - shard.data_start) // record.block_bytes)
-        if not 0 < shard.data_start <= shard.table_start or shard.size - shard.table_start < 8 * blocks:
-            raise FormatError(file, f"shard {shard.file}: header, data and checksum table do not fit into {shard.size} bytes")
-        if (shard.size - shard.table_start) % 8:
-            raise FormatError(file, f"shard {shard.file}: the checksum table is no whole number of entries")
+def check_sizes(shard: ShardRecord, block_bytes: int, file: str) -> None:
+    """Header, blocks and checksum table of a shard fit together. Raises FormatError naming `file`, which says so."""
+    check_block_size(block_bytes, file)
+    blocks = -(-(shard.table_start - shard.data_start) // block_bytes)
+    if not 0 < shard.data_start <= shard.table_start or shard.size - shard.table_start < 8 * blocks:
+        raise FormatError(file, f"shard {shard.file}: header, data and checksum table do not fit into {shard.size} bytes")
+    if (shard.size - shard.table_start) % 8:
+        raise FormatError(file, f"shard {shard.file}: the checksum table is no whole number of entries")
+
+
+def check_block_size(block_bytes: int, file: str) -> None:
+    """Raises FormatError for a size that no block can have."""
+    if block_bytes <= 0 or block_bytes % 4096:
+        raise FormatError(file, f"block size {block_bytes} is not a multiple of 4096")
 
 
 @dataclass(frozen=True, slots=True)

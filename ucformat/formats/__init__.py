@@ -15,7 +15,7 @@ from ucformat.errors import NotACheckpointError, UnsupportedError
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
 
-READERS = ("native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "torchsave")
+READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "torchsave")
 """Modules that recognise checkpoints, the most specific first."""
 
 WRITERS = ("native", "hf", "dcp", "torchsave")

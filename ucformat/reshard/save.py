@@ -46,32 +46,73 @@ class _Brought:
     tree_digest: int
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Who writes what, the same on every rank."""
+
+    pieces: tuple[Piece, ...]
+    """What this rank writes."""
+    empty: tuple[TensorSpec, ...]
+    """Tensors without elements: each rank's share keeps their name, dtype and shape."""
+    ranks: tuple[_Brought, ...]
+    tree: bytes
+    """This rank's value tree as JSON."""
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """All ranks' aliases. Raises ValueConflictError when two ranks tie one name to different tensors."""
+        out: dict[str, str] = {}
+        for number, rank in enumerate(self.ranks):
+            for alias, target in rank.aliases.items():
+                if out.setdefault(alias, target) != target:
+                    raise ValueConflictError(alias, [number], f"tied to {out[alias]} and to {target}")
+        return {alias: out.get(target, target) for alias, target in out.items()}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {axis: size for rank in self.ranks for axis, size in rank.mesh.items()}
+
+
+def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Division:
+    """Agree with the other ranks on who writes which replica: one exchange. Every rank of `group` calls it.
+
+    Raises ValueConflictError when replicas that should be equal are not, RankFailedError.
+    """
+    brought: _Brought | None = None
+    tree = b""
+    with group.together("preparing the save"):
+        tree = values.encode(collected.values)
+        brought = _bring(collected, tree, check_replicas)
+    assert brought is not None
+    ranks = group.all_gather(brought)
+    aliases = {alias for rank in ranks for alias in rank.aliases}
+    mine = iter(choose([rank.offers for rank in ranks])[group.rank])
+    chosen = [piece for piece in collected.pieces if not piece.replicated or next(mine)]
+    return Division(
+        tuple(piece for piece in chosen if piece.spec.name not in aliases),
+        tuple(spec for spec in collected.specs if 0 in spec.shape and spec.name not in aliases),
+        tuple(ranks),
+        tree,
+    )
+
+
 def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, group: Group) -> None:
     """Write `state` into the directory `store`. Every rank of `group` calls it.
 
     Raises ExistsError, UnrepresentableError, ValueConflictError, CoverageError, OverlapError, StorageError; RankFailedError
     where another rank has the error.
     """
-    collected = collect(state, group)
-    error: Exception | None = None
-    brought: _Brought | None = None
-    tree = b""
-    try:
-        tree = values.encode(collected.values)
-        brought = _bring(collected, tree, options.check_replicas)
-    except Exception as caught:
-        error = caught
-    group.settle("preparing the save", error)
-    assert brought is not None
-    ranks = group.all_gather(brought)
+    division = divide(collect(state, group), group, check_replicas=options.check_replicas)
     generation = _prepare(store, options, group)
-    pieces = _choose(collected, ranks, group)
     table: native.ShardTable | None = None
     with group.together(f"writing {store.url}"):
-        targets = [Target(piece.spec, piece.box) for piece in pieces] + _empty(collected, ranks, group)
+        pieces = division.pieces
+        targets = [Target(piece.spec, piece.box) for piece in pieces]
+        targets += [Target(spec, Box.whole(spec.shape)) for spec in division.empty]
         fill = TensorFill([piece.view for piece in pieces], [piece.spec.kind for piece in pieces])
         table = native.put_shard(store, generation.shard(group.rank), targets, fill, options.on_bytes)
-    _commit(store, generation, table, tree, ranks, options, group)
+    assert table is not None
+    _commit(store, generation, table, division, options, group)
 
 
 def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
@@ -107,58 +148,22 @@ def _prepare(store: Store, options: SaveOptions, group: Group) -> native.Generat
     return group.broadcast(generation)
 
 
-def _choose(collected: Collected, ranks: list[_Brought], group: Group) -> list[Piece]:
-    """The pieces that this rank writes. All ranks compute the same division, or the same error."""
-    aliases = {alias for rank in ranks for alias in rank.aliases}
-    mine = iter(choose([rank.offers for rank in ranks])[group.rank])
-    chosen = [piece for piece in collected.pieces if not piece.replicated or next(mine)]
-    return [piece for piece in chosen if piece.spec.name not in aliases]
-
-
-def _empty(collected: Collected, ranks: list[_Brought], group: Group) -> list[Target]:
-    """Tensors without elements: rank 0's shard keeps their name, dtype and shape."""
-    aliases = {alias for rank in ranks for alias in rank.aliases}
-    return [Target(spec, Box.whole(spec.shape)) for spec in collected.specs if 0 in spec.shape and spec.name not in aliases]
-
-
 def _commit(
     store: Store,
     generation: native.Generation,
     table: native.ShardTable,
-    tree: bytes,
-    ranks: list[_Brought],
+    division: Division,
     options: SaveOptions,
     group: Group,
 ) -> None:
     """Rank 0 gathers tables and value trees (each different one once) and commits."""
-    first = [rank.tree_digest for rank in ranks].index(ranks[group.rank].tree_digest)
+    digests = [rank.tree_digest for rank in division.ranks]
+    first = digests.index(digests[group.rank]) == group.rank
     tables = group.gather(table)
-    trees = group.gather(tree if first == group.rank else None)
+    trees = group.gather(division.tree if first else None)
     with group.together(f"committing {store.url}"):
         if group.rank == 0:
-            merged = values.merge([values.decode(item, store.url) for item in _spread(trees, ranks)])
-            native.commit(
-                store,
-                generation,
-                tables,
-                native.Contents(merged, _aliases(ranks), Notes(native.NAME, options.step, _mesh(ranks))),
-            )
-
-
-def _spread(trees: list[bytes | None], ranks: list[_Brought]) -> list[bytes]:
-    known = {rank.tree_digest: tree for rank, tree in zip(ranks, trees, strict=True) if tree is not None}
-    return [known[rank.tree_digest] for rank in ranks]
-
-
-def _aliases(ranks: list[_Brought]) -> dict[str, str]:
-    """All ranks' aliases. Raises ValueConflictError when two ranks tie one name to different tensors."""
-    out: dict[str, str] = {}
-    for number, rank in enumerate(ranks):
-        for alias, target in rank.aliases.items():
-            if out.setdefault(alias, target) != target:
-                raise ValueConflictError(alias, [number], f"tied to {out[alias]} and to {target}")
-    return {alias: out.get(target, target) for alias, target in out.items()}
-
-
-def _mesh(ranks: list[_Brought]) -> dict[str, int]:
-    return {axis: size for rank in ranks for axis, size in rank.mesh.items()}
+            known = {key: tree for key, tree in zip(digests, trees, strict=True) if tree is not None}
+            merged = values.merge([values.decode(known[key], store.url) for key in digests])
+            notes = Notes(native.NAME, options.step, division.mesh)
+            native.commit(store, generation, tables, native.Contents(merged, division.aliases, notes))

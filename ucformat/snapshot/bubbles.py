@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isfinite
 from typing import Literal
 
 import numpy as np
@@ -160,7 +162,7 @@ def plan(
     """
     job = _job(track, tuple(pieces), rates, margin, chunk_bytes)
     if mode == "blocking":
-        return _answer(job, "blocking", [], 0.0, "asked for: everything is copied while training waits")
+        return _answer(job, "blocking", [], 0.0, "asked for")
     if mode == "overlap":
         return _beside(job, "asked for")
     if mode == "bubble" and job.windows:
@@ -177,12 +179,16 @@ def _least(options: Sequence[CopyPlan], mode: Mode) -> CopyPlan:
     if mode == "bubble":
         return options[0]
     least = min(option.cost for option in options)
-    return next(option for option in options if option.cost <= least * (1 + 1e-9))
+    found = next(option for option in options if option.cost <= least * (1 + 1e-9))
+    verdict = {"bubble": "all fits into the windows", "bubble+overlap": "the windows are too small, beside compute is room"}
+    why = "not all fits anywhere: this costs least" if found.exposed else verdict.get(found.taken, "all fits beside compute")
+    return replace(found, reason=f"{why}: {found.reason}")
 
 
 def _job(track: Track, pieces: tuple[Piece, ...], rates: Rates, margin: float, chunk_bytes: int) -> _Job:
-    if not (rates.alone > 0 and rates.beside > 0 and min(rates.chunk, rates.opening, rates.slowdown) >= 0):
-        raise ValueError(f"rates must be positive: {rates}")
+    known = (rates.alone, rates.beside, rates.chunk, rates.opening, rates.slowdown)
+    if not (all(map(isfinite, known)) and min(known[:2]) > 0 and min(known[2:]) >= 0):
+        raise ValueError(f"rates must be finite and positive: {rates}")
     if not 0 <= margin < 1 or chunk_bytes < 1:
         raise ValueError(f"a margin of {margin} and chunks of {chunk_bytes} bytes make no plan")
     n = len(track.start)
@@ -190,8 +196,8 @@ def _job(track: Track, pieces: tuple[Piece, ...], rates: Rates, margin: float, c
     for piece, deadline in zip(pieces, last, strict=True):
         if piece.nbytes < 0 or not 0 <= piece.ready <= deadline <= n:
             raise ValueError(f"{piece} does not fit a list of {n} actions")
-    ready = np.array([track.ready(piece.ready) for piece in pieces], dtype=np.float64)
-    due = np.array([track.deadline(deadline) for deadline in last], dtype=np.float64)
+    ready = track.ready()[np.array([piece.ready for piece in pieces], dtype=np.int64)]
+    due = track.deadline()[np.array(last, dtype=np.int64)]
     return _Job(track, pieces, rates, margin, chunk_bytes, ready, due, track.windows())
 
 
@@ -216,7 +222,7 @@ def _beside(job: _Job, why: str) -> CopyPlan:
 
 
 def _blocking(job: _Job) -> CopyPlan:
-    return _answer(job, "blocking", [], 0.0, "nothing that runs beside compute is predicted to cost less")
+    return _answer(job, "blocking", [], 0.0, "copied while training waits")
 
 
 def _in_windows(job: _Job) -> list[_Run]:
@@ -233,7 +239,7 @@ def _throttled(job: _Job, left: NDArray[np.int64], spans: Sequence[tuple[float, 
     slots = []
     for begin, end in spans:
         edges = [begin, *cuts[(cuts > begin) & (cuts < end)].tolist(), end]
-        slots += [_Slot(a, b, (b - a) * (1 - job.margin), OVERLAP) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        slots += [_Slot(a, b, (b - a) * (1 - job.margin), OVERLAP) for a, b in pairwise(edges) if b > a]
     nbytes, seconds = int((_sizes(job) - left).sum()), sum(slot.room for slot in slots)
     full = _Speed(job.rates.beside, job.rates.chunk)
     if not nbytes or seconds <= 0:
@@ -310,7 +316,8 @@ def _rest(job: _Job, done: NDArray[np.int64], *, first: bool) -> list[_Run]:
         start, stop = int(done[piece]), job.pieces[piece].nbytes
         clock = max(clock, float(when[piece]))
         runs.append(_Run(piece, start, stop, EXPOSED, clock, speed))
-        clock += _fit(job, start, stop, float("inf"), speed)[1]
+        count, tail = divmod(stop - start, job.chunk_bytes)
+        clock += count * speed.seconds(job.chunk_bytes) + (speed.seconds(tail) if tail else 0.0)
     return runs
 
 
@@ -322,11 +329,12 @@ def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], limit: float, why: st
     exposed = float((job.rates.chunk + size[window == EXPOSED] / job.rates.alone).sum())
     overlapped = float((job.rates.chunk + size[window == OVERLAP] / job.rates.beside).sum())
     inside = float((end - begin)[window >= 0].sum())
-    told = f"{why}; {exposed * 1e3:.1f} ms exposed" if taken != "blocking" else why
+    busy = 1 - idle / job.track.seconds if taken == "overlap" and idle else 1.0  # what falls into windows slows nothing
+    told = f"{why}: {exposed * 1e3:.1f} ms exposed"
     order = np.argsort(begin, kind="stable")
     return CopyPlan(
         taken,
-        f"{told}, {inside * 1e3:.1f} ms in windows, {overlapped * 1e3:.1f} ms beside compute" if runs else told,
+        f"{told}, {inside * 1e3:.1f} ms in windows, {overlapped * 1e3:.1f} ms beside compute",
         job.pieces,
         job.windows,
         piece[order],
@@ -338,7 +346,7 @@ def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], limit: float, why: st
         limit,
         exposed,
         overlapped,
-        overlapped * job.rates.slowdown,
+        overlapped * job.rates.slowdown * busy,
         inside / idle if idle else 0.0,
     )
 

@@ -23,16 +23,10 @@ def segments(track: Track) -> Floats:
 
 
 def deviation(planned: Track, measured: Floats) -> float:
-    """Fraction of the planned step that lies elsewhere: medians of `measured`, (steps, 2N + 1) segments, against the plan.
-
-    NaN, a segment that was not measured, counts as planned.
-    """
+    """Fraction of the planned step that lies elsewhere: medians of `measured`, (steps, 2N + 1) segments, against the plan."""
     expected = segments(planned)
-    with np.errstate(invalid="ignore"):
-        seen = np.isnan(measured)
-        median = np.median(np.where(seen, expected, measured), axis=0)
     total = float(expected.sum())
-    moved = float(np.abs(median - expected).sum())
+    moved = float(np.abs(np.median(measured, axis=0) - expected).sum())
     return moved / total if total > 0 else float(moved > 0)
 
 
@@ -50,15 +44,19 @@ class Drift:
     def observe(self, measured: Track) -> bool:
         """One more measured step. True once when the plan has become wrong; again only after it was right or renewed.
 
-        Raises ValueError when the step has another number of actions than the plan.
+        A step with NaN in it was not measured and does not count. Raises ValueError when the step has another number of
+        actions than the plan.
         """
         if len(measured.start) != len(self.planned.start):
             raise ValueError(f"{len(measured.start)} actions measured, {len(self.planned.start)} planned")
-        self.recent.append(segments(measured))
+        found = segments(measured)
+        if not np.isfinite(found).all():
+            return False
+        self.recent.append(found)
         if len(self.recent) < (self.recent.maxlen or 1):
             return False
-        found = deviation(self.planned, np.stack(self.recent))
-        was, self.drifting = self.drifting, found > (self.leave if self.drifting else self.enter)
+        moved = deviation(self.planned, np.stack(self.recent))
+        was, self.drifting = self.drifting, moved > (self.leave if self.drifting else self.enter)
         return self.drifting and not was
 
     def typical(self) -> Track:

@@ -51,8 +51,7 @@ class Track:
 
     def windows(self) -> tuple[Window, ...]:
         """The idle windows in time order, those at the start and the end included."""
-        opens = np.r_[0.0, np.maximum.accumulate(self.stop)]
-        closes = np.r_[self.start, self.seconds]
+        opens, closes = self.ready(), self.deadline()
         n = len(self.start)
         return tuple(
             Window(at - 1 if at else None, at if at < n else None, float(opens[at]), float(closes[at]))
@@ -64,13 +63,13 @@ class Track:
         """Seconds in all windows together."""
         return sum((window.seconds for window in self.windows()), 0.0)
 
-    def ready(self, position: int) -> float:
-        """When everything before `position` has ended, in seconds."""
-        return float(np.max(self.stop[:position], initial=0.0))
+    def ready(self) -> Floats:
+        """(N + 1,) by position: when everything before it has ended."""
+        return np.r_[0.0, np.maximum.accumulate(self.stop)]
 
-    def deadline(self, position: int) -> float:
-        """When the action at `position` begins: the optimizer for N."""
-        return float(self.start[position]) if position < len(self.start) else self.seconds
+    def deadline(self) -> Floats:
+        """(N + 1,) by position: when its action begins, the optimizer for N."""
+        return np.r_[self.start, self.seconds]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,287 @@
+"""Snapshots of a running job: the slots that its ranks leave on tmpfs, seen as one checkpoint.
+
+    <directory>/rank-00000/slot-0.safetensors   a shard image of the pieces that rank 0 owns, overwritten for ever
+    <directory>/rank-00000/slot-0.json          its record: there only while the slot holds one complete version
+
+A version can be opened when all ranks of its world hold it; the newest such one is. `snapshot.slots` writes what is read here.
+A directory whose job is still running changes under its reader: bytes are then only known to be right when they are hashed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ucformat import values as trees
+from ucformat.catalog import Catalog, File, Notes
+from ucformat.errors import ChecksumError, FormatError, NotACheckpointError, UcformatError, ValueConflictError
+from ucformat.formats import native
+from ucformat.formats.source import Source
+from ucformat.manifest import VERSION, check_sizes, seal, unseal
+from ucformat.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
+from ucformat.storage import Store
+
+NAME = "snapshot"
+LOCK = "lock"
+_RANK = re.compile(r"rank-(\d{5,})/")
+_RECORD = re.compile(r"slot-(\d+)\.json")
+_UNHASHED = "0" * 16  # stands where a digest is due, and is never compared
+_TOLD = 4  # versions that a message tells of
+
+
+def rank_name(rank: int) -> str:
+    """Directory of a rank inside the snapshot directory."""
+    return f"rank-{rank:05d}"
+
+
+def slot_name(index: int) -> str:
+    """File of a slot inside the rank's directory."""
+    return f"slot-{index}.safetensors"
+
+
+def record_name(index: int) -> str:
+    """Record of a slot, beside it."""
+    return f"slot-{index}.json"
+
+
+class SlotRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a slot holds; stored in the envelope of `ucf.json`."""
+
+    version: str
+    step: Count
+    rank: Count
+    world: Count
+    """Ranks that together hold the state."""
+    file: str
+    """Name of the slot's file, which lies beside the record."""
+    size: Count
+    data_start: Count
+    table_start: Count
+    block_bytes: Count
+    """These four as in a shard's record."""
+    header_digest: Digest
+    table_digest: Digest | None = None
+    """None: the table of checksums is not filled in yet."""
+    values: msgspec.Raw = msgspec.Raw(b"{}")
+    """This rank's value tree."""
+    aliases: dict[str, str] = {}
+    mesh: dict[str, int] = {}
+    coords: dict[str, int] | None = None
+    """This rank's place on the axes of the mesh."""
+    created: str = ""
+    """UTC, ISO 8601, microseconds: tells two versions of one step apart."""
+    run: str = ""
+    """What all ranks of one start of the job agree on, so that versions of two starts are never mixed."""
+
+    def shard(self, folder: str = "") -> ShardRecord:
+        """The same as a native checkpoint says it of a shard whose path is `folder/file`."""
+        digest = _UNHASHED if self.table_digest is None else self.table_digest
+        path = f"{folder}/{self.file}" if folder else self.file
+        return ShardRecord(path, self.size, self.data_start, self.table_start, self.header_digest, digest)
+
+    def same_version(self, other: SlotRecord) -> bool:
+        """Whether both are records of the same bytes, hashed or not."""
+        return (self.step, self.rank, self.run, self.created, self.size, self.header_digest) == (
+            other.step,
+            other.rank,
+            other.run,
+            other.created,
+            other.size,
+            other.header_digest,
+        )
+
+
+def encode_slot(record: SlotRecord) -> bytes:
+    """The bytes of a slot's record."""
+    return seal(msgspec.json.encode(record))
+
+
+def decode_slot(data: bytes, file: str) -> SlotRecord:
+    """The record in the bytes of `file`. Raises VersionError, ChecksumError, FormatError."""
+    raw = unseal(data, file)
+    try:
+        record = msgspec.json.decode(raw, type=SlotRecord)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FormatError(file, f"malformed slot record: {error}", 0, len(data)) from error
+    check_sizes(record.shard(), record.block_bytes, file)
+    if record.rank >= record.world:
+        raise FormatError(file, f"rank {record.rank} in a world of {record.world}")
+    return record
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version in a slot."""
+
+    folder: str
+    index: int
+    record: SlotRecord
+
+    @property
+    def path(self) -> str:
+        """The slot's file, in the snapshot directory."""
+        return f"{self.folder}/{self.record.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What all ranks hold of one step, by rank."""
+
+    step: int
+    world: int
+    held: tuple[Held, ...]
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that hold nothing of it here."""
+        there = {item.record.rank for item in self.held}
+        return [rank for rank in range(self.world) if rank not in there]
+
+    @property
+    def created(self) -> str:
+        return max(item.record.created for item in self.held)
+
+
+def read_slot(store: Store, folder: str, index: int) -> Held:
+    """The version in a slot. Raises MissingFileError when it holds none, FormatError when record and file do not belong together.
+
+    The file's header is only checked when the version is opened.
+    """
+    name = f"{folder}/{record_name(index)}"
+    where = f"{store.url}/{name}"
+    record = decode_slot(store.read(name), where)
+    if folder != rank_name(record.rank) or record.file != slot_name(index):
+        raise FormatError(where, f"is the record of {rank_name(record.rank)}/{record.file}")
+    size = store.size(f"{folder}/{record.file}")
+    if size != record.size:
+        raise FormatError(where, f"{record.file} has {size} bytes, was committed with {record.size}")
+    return Held(folder, index, record)
+
+
+def survey(store: Store) -> tuple[list[Version], list[str]]:
+    """All versions of which any rank here holds its part, the newest first; and which records were ignored, and why."""
+    found: dict[tuple[int, int, str], dict[int, Held]] = {}
+    ignored: list[str] = []
+    for folder in (name.rstrip("/") for name in store.list() if _RANK.fullmatch(name)):
+        for index in (int(match[1]) for name in store.list(folder) if (match := _RECORD.fullmatch(name))):
+            try:
+                held = read_slot(store, folder, index)
+            except UcformatError as error:
+                ignored.append(f"ignored: {error}")
+                continue
+            record = held.record
+            ranks = found.setdefault((record.step, record.world, record.run), {})
+            before = ranks.get(record.rank)
+            if before is None or before.record.created < record.created:  # a step that was taken twice
+                ranks[record.rank] = held
+    versions = [Version(step, world, tuple(ranks[r] for r in sorted(ranks))) for (step, world, _), ranks in found.items()]
+    return sorted(versions, key=lambda version: (version.step, version.created), reverse=True), ignored
+
+
+def complete_steps(store: Store) -> list[int]:
+    """Steps that all ranks hold here, ascending."""
+    return sorted({version.step for version in survey(store)[0] if not version.missing})
+
+
+def detect(source: Source) -> bool:
+    if source.file is not None:
+        return False
+    folders = [name for name in source.store.list() if _RANK.fullmatch(name)]
+    return any(_is_ours(source.store.list(name)) for name in folders)
+
+
+def _is_ours(names: Sequence[str]) -> bool:
+    """Whether a rank's directory has files of ours, or none at all."""
+    return not names or LOCK in names or any(name.startswith("slot-") for name in names)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def open_catalog(source: Source, step: int | None = None) -> Catalog:
+    """The catalog of the newest version (or of `step`) that all ranks hold; reads records and headers only.
+
+    What is newer and can't be opened is told in the remarks. Raises NotACheckpointError, saying what is missing, when no
+    version is complete.
+    """
+    store = source.store
+    versions, told = survey(store)
+    for version in versions:
+        if step is not None and version.step != step:
+            continue
+        if version.missing:
+            ranks = _few(version.missing)
+            told.append(f"step {version.step} is incomplete: no slot of {ranks} (of {version.world}) holds it here")
+            continue
+        try:
+            return _catalog(store, version, told)
+        except UcformatError as error:
+            told.append(f"step {version.step} can't be opened: {error}")
+    wanted = "version" if step is None else f"version of step {step}"
+    why = "; ".join(told[:_TOLD]) or "the slots are empty (a slot that is being filled has no record)"
+    raise NotACheckpointError(store.url, f"no complete {wanted} in its slots: {why}")
+
+
+def _few(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _catalog(store: Store, version: Version, told: Iterable[str]) -> Catalog:
+    shards = [item.record.shard(item.folder) for item in version.held]
+    tables = [native.tabulate(shard, _pieces(store, item)) for shard, item in zip(shards, version.held, strict=True)]
+    specs, table = native.merge(tables, store.url)
+    native.prove_whole(specs, table, [shard.file for shard in shards], store.url)
+    hashed = [item.record.table_digest is not None for item in version.held]
+    files = [
+        File(shard.file, shard.size, ShardChecks(shard, item.record.block_bytes) if sure else None)
+        for shard, item, sure in zip(shards, version.held, hashed, strict=True)
+    ]
+    remarks = list(told)
+    if not all(hashed):
+        remarks.append(f"{hashed.count(False)} of {len(hashed)} slots are not hashed yet: their bytes can't be verified")
+    mesh = {axis: size for item in version.held for axis, size in item.record.mesh.items()}
+    notes = Notes(NAME, version.step, mesh, tuple(remarks))
+    aliases = _aliases(version, {spec.name for spec in specs}, store.url)
+    return Catalog(specs, table, tuple(files), store, _values(version, store.url), aliases, notes)
+
+
+def _pieces(store: Store, held: Held) -> list[ShardPiece]:
+    """What a slot's header says, once it is known to be the one that was committed."""
+    record, where = held.record, f"{store.url}/{held.path}"
+    if hex_digest(store.read(held.path, 0, record.data_start)) != record.header_digest:
+        raise ChecksumError(where, 0, record.data_start, what="digest of the header")
+    header, note, pieces = read_pieces(store, held.path, VERSION)
+    if header.data_start != record.data_start or note.block_bytes != record.block_bytes:
+        raise FormatError(where, "its header is not the one that was committed", 0, header.data_start)
+    return pieces
+
+
+def _values(version: Version, where: str) -> object:
+    """The ranks' trees as one; equal ones are decoded once."""
+    known: dict[bytes, object] = {}
+    raws = [bytes(item.record.values) for item in version.held]
+    for raw in raws:
+        if raw not in known:
+            known[raw] = trees.decode(raw, where)
+    return trees.merge([known[raw] for raw in raws])
+
+
+def _aliases(version: Version, names: set[str], where: str) -> dict[str, str]:
+    """All ranks' aliases. Raises ValueConflictError when two ranks differ, FormatError for one that leads nowhere."""
+    out: dict[str, str] = {}
+    for item in version.held:
+        for alias, target in item.record.aliases.items():
+            if out.setdefault(alias, target) != target:
+                raise ValueConflictError(alias, [item.record.rank], f"tied to {out[alias]} and to {target}")
+    out = {alias: out.get(target, target) for alias, target in sorted(out.items())}
+    for alias, target in out.items():
+        if target not in names or alias in names:
+            raise FormatError(where, f"alias {alias!r} of {target!r} does not name a stored tensor, or hides one")
+    return out

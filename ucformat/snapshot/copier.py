@@ -1,0 +1,187 @@
+"""Copying by plan on the host: one thread that copies in the windows it is given, and a rest for which training waits.
+
+The host's gate opens when an action has ended and closes when the next one begins; a chunk is only begun when it should end
+within its window. Chunks planned beside compute are paced. `finish` copies what is left, at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ucformat.image import Fill, Part
+from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan
+from ucformat.snapshot.clock import Span, now
+from ucformat.storage import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One version to copy: what, by which plan, to where."""
+
+    plan: CopyPlan
+    fill: Fill
+    """Puts bytes of the live tensors into place; counts pieces as the plan does."""
+    out: Sequence[Bytes]
+    """Where the bytes of each piece go."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one version's copies."""
+
+    nbytes: int = 0
+    windowed: int = 0
+    """Bytes copied while the rank was idle."""
+    beside: int = 0
+    """Bytes copied beside compute."""
+    exposed: int = 0
+    """Bytes copied while training waited."""
+    exposed_s: float = 0.0
+    """Seconds from the deadline until all was copied."""
+    busy_s: float = 0.0
+    """Seconds spent copying."""
+    failure: Exception | None = None
+    spans: list[Span] = field(default_factory=list)
+    """Every copy, for the trace."""
+
+
+class HostCopier:
+    """Copies one version at a time. Methods are called by the training thread."""
+
+    def __init__(self, *, record: bool = True) -> None:
+        self._lock = threading.Condition()
+        self._work: Work | None = None
+        self._next = 0
+        self._outcome = Outcome()
+        self._window: int | None = None
+        self._until = 0.0
+        self._step_began = 0.0
+        self._copying = False
+        self._stopping = False
+        self._record = record
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._by_position: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._run, name="ucf-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def active(self) -> bool:
+        """Whether a version is being copied."""
+        return self._work is not None
+
+    def begin(self, work: Work) -> None:
+        """Take on a version; the optimizer step that made it has ended."""
+        with self._lock:
+            self._work, self._next, self._outcome = work, 0, Outcome()
+            self._order = np.argsort(work.plan.window == EXPOSED, kind="stable")
+            self._by_position = {0 if window.after is None else window.after + 1: i for i, window in enumerate(work.plan.windows)}
+            self._step_began = now()
+            self._window = None
+            self._lock.notify()
+
+    def opened(self, position: int) -> None:
+        """`position` actions have ended, and the rank is idle now."""
+        work = self._work
+        if work is None:
+            return
+        window = self._by_position.get(position)
+        with self._lock:
+            self._window = window
+            if window is not None:
+                self._until = now() + work.plan.windows[window].seconds
+                self._lock.notify()
+
+    def closed(self) -> None:
+        """The next action begins: nothing new is started. Does not wait for the chunk in hand."""
+        self._window = None
+
+    def finish(self) -> Outcome:
+        """The deadline: copy what is left on this thread, and wait for the chunk in hand. What became of the version."""
+        began = now()
+        with self._lock:
+            work, self._work, self._window = self._work, None, None
+            while self._copying:
+                self._lock.wait()
+            outcome = self._outcome
+        if work is None:
+            return outcome
+        before = outcome.nbytes
+        try:
+            while outcome.failure is None and self._next < len(work.plan):
+                self._copy(work, self._take(), outcome)
+        except Exception as error:
+            outcome.failure = error
+        outcome.exposed = outcome.nbytes - before
+        outcome.exposed_s = now() - began
+        return outcome
+
+    def stop(self) -> None:
+        """End the thread; a version in hand is given up."""
+        with self._lock:
+            self._stopping, self._work = True, None
+            self._lock.notify()
+        self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._stopping and (wait := self._waiting()) != 0.0:
+                    self._lock.wait(wait)
+                if self._stopping:
+                    return
+                work, outcome = self._work, self._outcome
+                assert work is not None
+                chunk, self._copying = self._take(), True
+                idle = self._window is not None
+            try:
+                size = self._copy(work, chunk, outcome)
+                if idle:
+                    outcome.windowed += size
+                else:
+                    outcome.beside += size
+            except Exception as error:  # reported at the deadline: training must not die of it
+                outcome.failure = error
+            with self._lock:
+                self._copying = False
+                self._lock.notify_all()
+
+    def _take(self) -> int:
+        chunk = int(self._order[self._next])
+        self._next += 1
+        return chunk
+
+    def _waiting(self) -> float | None:
+        """Seconds to wait before the next chunk may start: 0 for now, None until told otherwise."""
+        work = self._work
+        if work is None or self._outcome.failure is not None or self._next >= len(work.plan):
+            return None
+        chunk = int(self._order[self._next])
+        kind = int(work.plan.window[chunk])
+        seconds = float(work.plan.end[chunk] - work.plan.begin[chunk])
+        time = now()
+        if kind == OVERLAP:
+            due = self._step_began + float(work.plan.begin[chunk])
+            return max(0.0, due - time)
+        if kind == EXPOSED:
+            return None
+        window = self._window
+        return 0.0 if window is not None and kind <= window and time + seconds <= self._until else None
+
+    def _copy(self, work: Work, chunk: int, outcome: Outcome) -> int:
+        """Copy one chunk; its bytes."""
+        piece, start, stop = (int(column[chunk]) for column in (work.plan.piece, work.plan.start, work.plan.stop))
+        began = now()
+        work.fill([Part(piece, start, stop, work.out[piece][start:stop])])
+        ended = now()
+        outcome.nbytes += stop - start
+        outcome.busy_s += ended - began
+        if self._record:
+            outcome.spans.append(Span(f"piece {piece} [{start}:{stop}]", began, ended))
+        return stop - start
