@@ -171,6 +171,12 @@ def test_without_a_pipeline_the_copy_is_spread_over_the_step() -> None:
     assert "no idle windows" in plan(Track.whole(0.5), [Piece(256 * MIB)], RATES).reason
 
 
+def test_a_step_of_which_no_action_is_known_has_no_windows() -> None:
+    found = plan(Track(np.empty(0), np.empty(0), 0.5), [Piece(256 * MIB)], RATES)
+    assert found.taken == "overlap"
+    assert not found.windows
+
+
 def test_copies_that_slow_compute_more_than_they_save_are_not_run_beside_it() -> None:
     rates = Rates(10e9, 5e9, slowdown=1.0)
     assert plan(Track.whole(0.5), [Piece(256 * MIB)], rates).taken == "blocking"

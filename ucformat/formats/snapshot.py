@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -138,10 +139,14 @@ class Version:
     held: tuple[Held, ...]
 
     @property
-    def missing(self) -> list[int]:
-        """Ranks that hold nothing of it here."""
+    def complete(self) -> bool:
+        """Whether every rank holds its part here."""
+        return len(self.held) == self.world
+
+    def missing(self, limit: int = 8) -> list[int]:
+        """The first ranks that hold nothing of it here; `world` may be any number that a record claims."""
         there = {item.record.rank for item in self.held}
-        return [rank for rank in range(self.world) if rank not in there]
+        return list(islice((rank for rank in range(self.world) if rank not in there), limit))
 
     @property
     def created(self) -> str:
@@ -186,7 +191,7 @@ def survey(store: Store) -> tuple[list[Version], list[str]]:
 
 def complete_steps(store: Store) -> list[int]:
     """Steps that all ranks hold here, ascending."""
-    return sorted({version.step for version in survey(store)[0] if not version.missing})
+    return sorted({version.step for version in survey(store)[0] if version.complete})
 
 
 def detect(source: Source) -> bool:
@@ -215,9 +220,8 @@ def open_catalog(source: Source, step: int | None = None) -> Catalog:
     for version in versions:
         if step is not None and version.step != step:
             continue
-        if version.missing:
-            ranks = _few(version.missing)
-            told.append(f"step {version.step} is incomplete: no slot of {ranks} (of {version.world}) holds it here")
+        if not version.complete:
+            told.append(f"step {version.step} is incomplete: {_absent(version)} of {version.world} hold it here in no slot")
             continue
         try:
             return _catalog(store, version, told)
@@ -228,9 +232,10 @@ def open_catalog(source: Source, step: int | None = None) -> Catalog:
     raise NotACheckpointError(store.url, f"no complete {wanted} in its slots: {why}")
 
 
-def _few(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _absent(version: Version) -> str:
+    missing = version.missing()
+    more = version.world - len(version.held) - len(missing)
+    return f"ranks {', '.join(map(str, missing))}" + (f" and {more:,} more" if more else "")
 
 
 def _catalog(store: Store, version: Version, told: Iterable[str]) -> Catalog:

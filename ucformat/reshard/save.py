@@ -13,7 +13,7 @@ import numpy as np
 
 from ucformat import values
 from ucformat.box import Box
-from ucformat.catalog import Notes
+from ucformat.catalog import Notes, TensorSpec
 from ucformat.checks import digest
 from ucformat.errors import ValueConflictError
 from ucformat.formats import native

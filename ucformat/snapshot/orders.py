@@ -78,6 +78,8 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     slot: int | None
     """None: this rank's shard of the version is stored already, and only its commit is outstanding."""
     persist: bool
+    nbytes: int = 0
+    """Bytes of the shard that is stored."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -50,9 +50,11 @@ class Track:
         return cls(np.zeros(1), np.full(1, float(seconds)), float(seconds))
 
     def windows(self) -> tuple[Window, ...]:
-        """The idle windows in time order, those at the start and the end included."""
+        """The idle windows in time order, those at the start and the end included. None where no action is known."""
         opens, closes = self.ready(), self.deadline()
         n = len(self.start)
+        if n == 0:
+            return ()
         return tuple(
             Window(at - 1 if at else None, at if at < n else None, float(opens[at]), float(closes[at]))
             for at in np.flatnonzero(closes - opens > HAIR * self.seconds).tolist()
@@ -65,11 +67,11 @@ class Track:
 
     def ready(self) -> Floats:
         """(N + 1,) by position: when everything before it has ended."""
-        return np.r_[0.0, np.maximum.accumulate(self.stop)]
+        return np.concatenate([np.zeros(1), np.maximum.accumulate(self.stop)])
 
     def deadline(self) -> Floats:
         """(N + 1,) by position: when its action begins, the optimizer for N."""
-        return np.r_[self.start, self.seconds]
+        return np.concatenate([self.start, np.full(1, self.seconds)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,171 @@
+"""What ranks hand in of one version, and how rank 0 makes a checkpoint of it. Only the storage connects them.
+
+    <run directory>/step-00000100/shards/00003-<run>.safetensors   the shard of rank 3
+    <run directory>/step-00000100/parts/<run>/00003.json           handed in once that shard is durable
+
+Both names carry the token of the start of the job, so what a former start left in the same directory is never mixed in.
+When all are there, rank 0 commits, and `parts/` goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from ucformat import box as boxes
+from ucformat import values as trees
+from ucformat.catalog import Notes, TensorSpec
+from ucformat.errors import FormatError, RankFailedError, ValueConflictError
+from ucformat.formats import native
+from ucformat.formats.snapshot import SlotRecord
+from ucformat.manifest import VERSION, seal, unseal
+from ucformat.shard import ShardRecord, read_pieces
+from ucformat.snapshot.persist import HeldSlot
+from ucformat.storage import Store, safe_path
+
+PARTS = "parts"
+SHARDS = "shards"
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A logical tensor of which a shard holds pieces."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """A `native.ShardTable` without its record, as JSON can hold it."""
+
+    tensors: tuple[Tensor, ...]
+    tensor: list[int]
+    """(n,) index into `tensors`."""
+    start: list[int]
+    """(n,) file offsets."""
+    offset: list[tuple[int, ...]]
+    """(n,) offsets of the boxes."""
+    length: list[tuple[int, ...]]
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """One rank's share of a version, its shard durable."""
+
+    step: int
+    rank: int
+    world: int
+    shard: ShardRecord
+    columns: Columns
+    values: msgspec.Raw
+    aliases: dict[str, str]
+    mesh: dict[str, int]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Handed in by a rank that gave up, so that the others need not wait for their time to be over."""
+
+    step: int
+    rank: int
+    why: str
+
+
+def shard_path(rank: int, run: str) -> str:
+    """Where a rank's shard lies in the directory of the version."""
+    return f"{SHARDS}/{rank:05d}-{run}.safetensors"
+
+
+def part_path(rank: int, run: str) -> str:
+    """Where a rank hands in its part."""
+    return f"{PARTS}/{run}/{rank:05d}.json"
+
+
+def make_part(slot: HeldSlot, path: str) -> Part:
+    """The part of a hashed slot whose copy lies at `path`."""
+    record = slot.record
+    _, _, pieces = read_pieces(slot.store, f"{slot.folder}/{record.file}", VERSION)
+    table = native.tabulate(_shard(record, path), pieces)
+    ndims = [len(table.specs[i].shape) for i in table.tensor]
+    columns = Columns(
+        tuple(Tensor(spec.name, spec.dtype, spec.shape) for spec in table.specs),
+        table.tensor.tolist(),
+        table.start.tolist(),
+        [tuple(row[:n]) for row, n in zip(table.offset.tolist(), ndims, strict=True)],
+        [tuple(row[:n]) for row, n in zip(table.length.tolist(), ndims, strict=True)],
+    )
+    return Part(record.step, record.rank, record.world, table.record, columns, record.values, record.aliases, record.mesh)
+
+
+def _shard(record: SlotRecord, path: str) -> ShardRecord:
+    return msgspec.structs.replace(record.shard(), file=path)
+
+
+def put_part(store: Store, run: str, part: Part | Refusal) -> None:
+    """Hand a part in. Raises StorageError."""
+    store.put(part_path(part.rank, run), seal(msgspec.json.encode(part)))
+
+
+def read_part(store: Store, run: str, rank: int, step: int) -> Part | Refusal:
+    """What a rank handed in. Raises MissingFileError, StorageError; ChecksumError and FormatError when it is damaged."""
+    path = part_path(rank, run)
+    where = f"{store.url}/{path}"
+    raw = unseal(store.read(path), where)
+    try:
+        part = msgspec.json.decode(raw, type=Part | Refusal)
+    except msgspec.DecodeError as error:
+        raise FormatError(where, f"malformed part: {error}") from error
+    if (part.rank, part.step) != (rank, step):
+        raise FormatError(where, f"is the part of rank {part.rank} for step {part.step}")
+    return part
+
+
+def handed_in(store: Store, run: str) -> set[int]:
+    """Ranks whose parts are there."""
+    names = (name.removesuffix(".json") for name in store.list(f"{PARTS}/{run}"))
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def commit_parts(store: Store, step: int, parts: Sequence[Part]) -> None:
+    """Make a checkpoint of all ranks' parts, in rank order. Running it again after it failed does no harm.
+
+    Raises RankFailedError when ranks disagree on how many they are, ValueConflictError, CoverageError, OverlapError when their
+    parts make no whole, StorageError.
+    """
+    odd = {part.rank: f"handed in a part of {part.world} ranks" for part in parts if part.world != len(parts)}
+    if odd:
+        raise RankFailedError(f"persisting step {step}", odd)
+    known: dict[bytes, object] = {}
+    for part in parts:  # most ranks hold the same values: equal trees are decoded once
+        raw = bytes(part.values)
+        if raw not in known:
+            known[raw] = trees.decode(raw, f"{store.url}/{PARTS}")
+    merged = trees.merge([known[bytes(part.values)] for part in parts])
+    mesh = {axis: size for part in parts for axis, size in part.mesh.items()}
+    tables = [_table(part, store.url) for part in parts]
+    contents = native.Contents(merged, unite_aliases([part.aliases for part in parts]), Notes(native.NAME, step, mesh))
+    native.commit(store, native.Generation(0), tables, contents)
+
+
+def _table(part: Part, url: str) -> native.ShardTable:
+    columns = part.columns
+    specs = tuple(TensorSpec(t.name, t.dtype, t.shape) for t in columns.tensors)
+    ndim = max((len(spec.shape) for spec in specs), default=0)
+    return native.ShardTable(
+        msgspec.structs.replace(part.shard, file=safe_path(part.shard.file, url)),
+        specs,
+        np.array(columns.tensor, dtype=np.int64),
+        np.array(columns.start, dtype=np.int64),
+        boxes.pad(columns.offset, ndim, 0),
+        boxes.pad(columns.length, ndim, 1),
+    )
+
+
+def unite_aliases(ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """All ranks' aliases. Raises ValueConflictError when two tie one name to different tensors."""
+    out: dict[str, str] = {}
+    for number, aliases in enumerate(ranks):
+        for alias, target in aliases.items():
+            if out.setdefault(alias, target) != target:
+                raise ValueConflictError(alias, [number], f"tied to {out[alias]} and to {target}")
+    return {alias: out.get(target, target) for alias, target in out.items()}

@@ -1,0 +1,165 @@
+"""One slot on its way to storage: hash it, copy it, hand it in. Runs in the keeper, beside the trainer.
+
+A slot is read while nobody holds a lock on it: its record is taken away before the first byte of another version goes into
+it, so a copy counts only if the record was the same before the first byte was read and after the last one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from ucformat import checks
+from ucformat.checks import BLOCK_BYTES
+from ucformat.errors import ChecksumError, FormatError, MissingFileError, UnsupportedError
+from ucformat.formats.snapshot import SlotRecord, encode_slot, rank_name, read_slot, record_name
+from ucformat.localdisk import LocalStore
+from ucformat.shard import hex_digest
+from ucformat.storage import Bytes, Store, Writer
+
+CHUNK_BYTES = 4 << 20  # a multiple of every block size in use; long enough for full disk speed
+THREADS = 2  # one writes while the other verifies; more would take the trainer's cores
+
+Tick = Callable[[], None]
+"""Called between chunks; raises when the time for them is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlot:
+    """A slot and the record that was found to be valid for it."""
+
+    store: LocalStore
+    """The snapshot directory."""
+    folder: str
+    index: int
+    record: SlotRecord
+
+    @property
+    def file(self) -> str:
+        return f"{self.store.url}/{self.folder}/{self.record.file}"
+
+    def image(self) -> Bytes:
+        """The whole slot, mapped read-only. Reading it costs no copy, and direct I/O can write it out as it lies."""
+        fd = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size != self.record.size:
+                raise FormatError(self.file, f"has {size} bytes, was committed with {self.record.size}", 0, size)
+            return np.frombuffer(mmap.mmap(fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
+        finally:
+            os.close(fd)
+
+    def prove_unchanged(self) -> None:
+        """Raises MissingFileError when the slot has been given to another version since its record was read."""
+        try:
+            now = read_slot(self.store, self.folder, self.index).record
+        except MissingFileError:
+            now = None
+        if now is None or not now.same_version(self.record):
+            raise MissingFileError(self.file, f"the slot was given to another version while step {self.record.step} was read")
+
+
+def find_slot(directory: str, rank: int, index: int, step: int) -> HeldSlot:
+    """The slot of a version. Raises MissingFileError when it holds another or none, FormatError when it is damaged."""
+    store, folder = LocalStore(directory), rank_name(rank)
+    record = read_slot(store, folder, index).record
+    if record.step != step:
+        raise MissingFileError(f"{store.url}/{folder}/{record.file}", f"holds step {record.step}, no longer step {step}")
+    if record.block_bytes != BLOCK_BYTES:
+        raise UnsupportedError(f"{store.url}/{folder}/{record.file}", f"blocks of {record.block_bytes} bytes are not persisted")
+    return HeldSlot(store, folder, index, record)
+
+
+def hash_slot(slot: HeldSlot) -> HeldSlot:
+    """Fill in the table of block checksums, and replace the record by one that vouches for it.
+
+    Nothing is done for a slot that has them. Raises ChecksumError for a damaged header, MissingFileError when the slot was taken.
+    """
+    record = slot.record
+    if record.table_digest is not None:
+        return slot
+    image = slot.image()
+    _prove_header(slot, image)
+    start, stop = checks.blocks(record.data_start, record.table_start, record.block_bytes)
+    table = np.zeros(record.size - record.table_start, dtype=np.uint8)
+    words = table.view("<u8")
+    for i, (a, b) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
+        words[i] = checks.digest("xxh3-64", image[a:b])
+    fresh = HeldSlot(slot.store, slot.folder, slot.index, msgspec.structs.replace(record, table_digest=hex_digest(table)))
+    slot.prove_unchanged()
+    fd = os.open(slot.file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, memoryview(table), record.table_start)
+    finally:
+        os.close(fd)
+    _replace_record(fresh)
+    return fresh
+
+
+def _replace_record(slot: HeldSlot) -> None:
+    """tmpfs is gone with the host: a rename is all the durability there is."""
+    name = f"{slot.store.url}/{slot.folder}/{record_name(slot.index)}"
+    with open(name + ".hashed", "wb") as file:
+        file.write(encode_slot(slot.record))
+    slot.prove_unchanged()
+    os.replace(name + ".hashed", name)
+
+
+def _prove_header(slot: HeldSlot, image: Bytes) -> None:
+    record = slot.record
+    if hex_digest(image[: record.data_start]) != record.header_digest:
+        slot.prove_unchanged()
+        raise ChecksumError(slot.file, 0, record.data_start, what="header of the slot")
+
+
+def copy_slot(slot: HeldSlot, store: Store, path: str, tick: Tick) -> None:
+    """Copy a hashed slot to `path` as it is. Every block is verified on the way, so damage in memory is never persisted.
+
+    Raises ChecksumError naming the bytes of the slot, MissingFileError when it was taken, StorageError. Then nothing is
+    at `path`.
+    """
+    record, image = slot.record, slot.image()
+    _prove_header(slot, image)
+    table = image[record.table_start :]
+    if hex_digest(table) != record.table_digest:
+        slot.prove_unchanged()
+        raise ChecksumError(slot.file, record.table_start, record.size, what="checksum table of the slot")
+    words: Sequence[int] = table.view("<u8").tolist()
+
+    def chunk(writer: Writer, start: int, stop: int) -> None:
+        tick()
+        for at in range(start, stop, record.block_bytes):
+            upto = min(at + record.block_bytes, stop)
+            if checks.digest("xxh3-64", image[at:upto]) != words[(at - record.data_start) // record.block_bytes]:
+                slot.prove_unchanged()
+                raise ChecksumError(slot.file, at, upto, what="block of the slot")
+        writer.write(start, image[start:stop])
+
+    with store.writer(path, record.size) as writer:
+        writer.write(0, image[: record.data_start])
+        cuts = [(a, min(a + CHUNK_BYTES, record.table_start)) for a in range(record.data_start, record.table_start, CHUNK_BYTES)]
+        _run_chunks(lambda cut: chunk(writer, *cut), cuts, 1 if writer.ordered else THREADS)
+        writer.write(record.table_start, table)
+        slot.prove_unchanged()
+
+
+def _run_chunks(chunk: Callable[[tuple[int, int]], None], cuts: Sequence[tuple[int, int]], threads: int) -> None:
+    if threads == 1 or len(cuts) < 2:
+        for cut in cuts:
+            chunk(cut)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="ucf-persist") as pool:
+        futures = [pool.submit(chunk, cut) for cut in cuts]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise

@@ -1,0 +1,261 @@
+"""The thread of a keeper that talks to the storage: one version after another, none of them for ever.
+
+A version is stored (this rank's shard, then its part), after that it is open until rank 0 has committed it. Open versions are
+looked at between the others, so a rank that is late with its part holds nobody up. Everything that happens is emitted as an
+event.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ucformat.errors import MissingFileError, RankFailedError, StorageError
+from ucformat.formats import native
+from ucformat.snapshot import parts, persist, prune
+from ucformat.snapshot.orders import Event, Failed, KeeperOptions, Order, Persisted, Pruned, Skipped, Stored, Trouble
+from ucformat.snapshot.parts import Part, Refusal
+from ucformat.snapshot.persist import HeldSlot
+from ucformat.storage import Store, open_store
+
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a storage is asked again; doubles
+LOOK_S, LONGEST_LOOK_S = 0.1, 5.0  # between looks at what other ranks have handed in; half as long again each time
+GRACE_S = 5.0  # beyond its time that one call of the storage may take before it counts as hanging
+
+T = TypeVar("T")
+
+
+def told(error: BaseException) -> str:
+    """An error as an event says it."""
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(slots=True)
+class Open:
+    """A version whose shard is stored here, and whose commit is outstanding."""
+
+    step: int
+    began: float
+    deadline: float
+    nbytes: int
+    look_at: float
+    pause: float = LOOK_S
+    parts: dict[int, Part] = field(default_factory=dict)
+    """Handed in so far; only rank 0 reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """An operation of the storage that is under way."""
+
+    step: int
+    what: str
+    deadline: float
+
+
+class Persister(threading.Thread):
+    """Persists the versions it is given, in their order, until `finish`."""
+
+    def __init__(self, options: KeeperOptions, emit: Callable[[Event], None]) -> None:
+        super().__init__(name="ucf-persister", daemon=True)  # one that hangs must not keep the process
+        self._options, self._emit = options, emit
+        self._queue: queue.SimpleQueue[tuple[Order, HeldSlot | None] | None] = queue.SimpleQueue()
+        self._open: dict[int, Open] = {}
+        self._more = True
+        self._drop = False
+        self._doing: Doing | None = None
+
+    def submit(self, order: Order, slot: HeldSlot | None) -> None:
+        """Persist a hashed slot, or only see to the commit when there is none."""
+        self._queue.put((order, slot))
+
+    def finish(self, *, drop: bool) -> None:
+        """End once what was submitted is done; with `drop` only what has been begun."""
+        self._drop = self._drop or drop
+        self._queue.put(None)
+
+    def hanging(self) -> Doing | None:
+        """An operation that has not come back although its version's time is over. Called by another thread."""
+        doing = self._doing
+        return doing if doing is not None and time.monotonic() > doing.deadline + GRACE_S else None
+
+    def run(self) -> None:
+        while self._more or self._open:
+            item = self._next()
+            if item is not None and not self._drop:
+                order, slot = item
+                self._guard(order.step, lambda order=order, slot=slot: self._store(order, slot))
+            for version in [v for v in self._open.values() if v.look_at <= time.monotonic()]:
+                if version.step in self._open:  # a commit ends older ones
+                    self._guard(version.step, lambda version=version: self._look(version))
+
+    def _next(self) -> tuple[Order, HeldSlot | None] | None:
+        """The next version; None when it is time to look at an open one, or there will be no more."""
+        wait = min((version.look_at for version in self._open.values()), default=None)
+        pause = None if wait is None else max(0.0, wait - time.monotonic())
+        try:
+            item = self._queue.get(timeout=pause)
+        except queue.Empty:
+            return None
+        self._more = self._more and item is not None
+        return item
+
+    def _guard(self, step: int, action: Callable[[], None]) -> None:
+        """Any failure ends this version, and nothing else."""
+        try:
+            action()
+        except Exception as error:
+            self._open.pop(step, None)
+            self._emit(Failed(step, told(error)))
+            self._give_up(step, error)
+
+    # -- storing -------------------------------------------------------------------------------------------------------
+
+    def _store(self, order: Order, slot: HeldSlot | None) -> None:
+        options, step = self._options, order.step
+        began = time.monotonic()
+        deadline = began + options.timeout_s
+        store = self._persistently(step, "opening", deadline, lambda: self._version(step))
+        if self._persistently(step, "looking for a commit", deadline, lambda: native.is_committed(store)):
+            self._emit(Skipped(step, f"{store.url} is committed already"))
+            return
+        nbytes = order.nbytes
+        if slot is not None:
+            nbytes = slot.record.size
+            path = parts.shard_path(options.rank, options.run)
+            part = parts.make_part(slot, path)
+            self._persistently(
+                step, "writing", deadline, lambda: persist.copy_slot(slot, store, path, lambda: _check_time(store, deadline, options))
+            )
+            self._emit(Stored(step, slot.index, time.monotonic() - began, nbytes))
+            self._persistently(step, "handing in", deadline, lambda: parts.put_part(store, options.run, part))
+        self._open[step] = Open(step, began, deadline, nbytes, time.monotonic())
+
+    def _run(self) -> Store:
+        assert self._options.persist_url is not None
+        return open_store(self._options.persist_url)
+
+    def _version(self, step: int) -> Store:
+        return self._run().sub(native.step_name(step))
+
+    def _persistently(self, step: int, what: str, deadline: float, action: Callable[[], T]) -> T:
+        """Repeat an operation of the storage that failed, with growing pauses, until it is given up."""
+        attempt = 0
+        while True:
+            try:
+                with self._at(step, what, deadline):
+                    return action()
+            except (StorageError, OSError) as error:
+                pause = min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1)  # ranks must not return all at once
+                attempt += 1
+                if attempt > self._options.retries or time.monotonic() + pause > deadline:
+                    raise
+                self._emit(Trouble(step, f"{what}, attempt {attempt} of {self._options.retries + 1}: {told(error)}"))
+                time.sleep(pause)
+
+    @contextmanager
+    def _at(self, step: int, what: str, deadline: float) -> Iterator[None]:
+        self._doing = Doing(step, what, deadline)
+        try:
+            yield
+        finally:
+            self._doing = None
+
+    # -- committing ----------------------------------------------------------------------------------------------------
+
+    def _look(self, version: Open) -> None:
+        """See whether an open version can be committed, or has been."""
+        store = self._version(version.step)
+        try:
+            with self._at(version.step, "looking for parts", version.deadline):
+                done = self._gather(store, version) if self._options.rank == 0 else self._is_committed(store, version)
+        except (StorageError, MissingFileError, OSError) as error:
+            self._emit(Trouble(version.step, f"looking for parts: {told(error)}"))
+            done = False
+        if done:
+            if self._options.rank == 0:
+                whole = [version.parts[rank] for rank in range(self._options.world)]
+                self._persistently(
+                    version.step, "committing", version.deadline, lambda: parts.commit_parts(store, version.step, whole)
+                )
+            del self._open[version.step]
+            self._emit(Persisted(version.step, time.monotonic() - version.began, version.nbytes))
+            if self._options.rank == 0:
+                self._after_commit(store, version)
+            return
+        if time.monotonic() > version.deadline:
+            raise RankFailedError(f"persisting step {version.step}", self._late(version))
+        version.look_at = min(time.monotonic() + version.pause, max(version.deadline, time.monotonic()) + LOOK_S)
+        version.pause = min(version.pause * 1.5, LONGEST_LOOK_S)
+
+    def _gather(self, store: Store, version: Open) -> bool:
+        """Whether all ranks have handed in their part, on rank 0. Raises RankFailedError when one has given up."""
+        world = set(range(self._options.world))
+        for rank in sorted((parts.handed_in(store, self._options.run) & world) - version.parts.keys()):
+            part = parts.read_part(store, self._options.run, rank, version.step)
+            if isinstance(part, Refusal):
+                raise RankFailedError(f"persisting step {version.step}", {rank: part.why})
+            version.parts[rank] = part
+        return version.parts.keys() == world
+
+    def _is_committed(self, store: Store, version: Open) -> bool:
+        """Whether rank 0 has committed. Raises RankFailedError when it gave up: then this rank's part is gone, too."""
+        there = self._options.rank in parts.handed_in(store, self._options.run)
+        if native.is_committed(store):
+            return True
+        if not there:
+            raise RankFailedError(f"persisting step {version.step}", {0: "gave it up, or has removed it since"})
+        return False
+
+    def _late(self, version: Open) -> dict[int, str]:
+        span = f"within {self._options.timeout_s:g} s"
+        if self._options.rank:
+            return {0: f"did not commit {span}"}
+        return {rank: f"handed in nothing {span}" for rank in range(self._options.world) if rank not in version.parts}
+
+    def _after_commit(self, store: Store, version: Open) -> None:
+        """Make room. What fails here costs space, not the version."""
+        options, step = self._options, version.step
+        for older in sorted(other for other in self._open if other < step):
+            # every rank stores in order: one that is through with this version will not hand in an older one any more
+            missing = {rank: f"handed in step {step}, not this one" for rank in self._missing(self._open.pop(older))}
+            self._emit(Failed(older, told(RankFailedError(f"persisting step {older}", missing))))
+        try:
+            with self._at(step, "removing older versions", time.monotonic() + options.timeout_s):
+                prune.tidy(store, [shard.file for shard in native.read_record(store).shards])
+                run = self._run()
+                prune.clear_abandoned(run, step)
+                gone = prune.prune(run, step, options.keep, options.keep_every)
+        except Exception as error:
+            self._emit(Trouble(step, f"removing older versions: {told(error)}"))
+            return
+        if gone:
+            self._emit(Pruned(step, tuple(gone)))
+
+    def _missing(self, version: Open) -> list[int]:
+        return [rank for rank in range(self._options.world) if rank not in version.parts]
+
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Leave nothing of a version that failed (rank 0), or tell rank 0 not to wait for it."""
+        try:
+            with self._at(step, "clearing up", time.monotonic() + self._options.timeout_s):
+                store = self._version(step)
+                if native.is_committed(store):
+                    return
+                if self._options.rank == 0:
+                    store.remove()
+                else:
+                    parts.put_part(store, self._options.run, Refusal(step, self._options.rank, told(error)))
+        except Exception as other:
+            self._emit(Trouble(step, f"clearing up: {told(other)}"))
+
+
+def _check_time(store: Store, deadline: float, options: KeeperOptions) -> None:
+    if time.monotonic() > deadline:
+        raise StorageError(store.url, f"not written within {options.timeout_s:g} s")

@@ -1,0 +1,311 @@
+"""The snapshot engine as a training loop uses it.
+
+    snap = ucformat.Snapshotter(state, directory="/dev/shm/run")
+    stage = snap.stage(module, index, stages, device)        # or `with snap.compute():` in a loop of one's own
+    ...
+    optimizer.step(); snap.take(step)                        # begins to copy what the step made
+
+All copying of a step lies between its optimizer step and the next one, which waits for what is left. Nothing that goes
+wrong here reaches the training loop, unless `on_error="raise"`: it is skipped, counted and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ucformat.dtypes import DTYPES
+from ucformat.group import Group, current
+from ucformat.image import Part
+from ucformat.reshard.fill import TensorFill
+from ucformat.snapshot import bubbles, hooks
+from ucformat.snapshot.bubbles import CopyPlan, Mode, Rates
+from ucformat.snapshot.clock import Span, StepClock, now
+from ucformat.snapshot.copier import HostCopier, Outcome, Work
+from ucformat.snapshot.drift import Drift
+from ucformat.snapshot.layout import Strategy, derive
+from ucformat.snapshot.replay import Times, Track, replay
+from ucformat.snapshot.report import Report, StepReport
+from ucformat.snapshot.slots import Slot, SlotSet
+from ucformat.snapshot.sources import Boundary, Share, agree, look
+from ucformat.snapshot.trace import Trace, gaps
+from ucformat.storage import Bytes
+
+WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
+PROBE_BYTES = 32 << 20  # copied once to learn the rate
+OnError = Literal["skip", "raise"]
+
+
+@dataclass(slots=True)
+class _Taking:
+    """A version that is being copied."""
+
+    report: StepReport
+    slot: Slot
+    boundary: Boundary
+    plan: CopyPlan
+    began: float
+
+
+class Snapshotter:
+    """Snapshots of `state`, taken while it trains. One on every rank, with equal arguments.
+
+    `state` is what `ucformat.save` takes. `directory` is on tmpfs, shared by the ranks of a host; `slots` (2 or 3) times the
+    rank's share of the state is taken there at the first snapshot. `schedule` is a torch pipelining schedule object (or a
+    `snapshot.schedule.Schedule`), `mesh` the device mesh: both only inform plan and report. `mode` is how to copy, see
+    `bubbles.Mode`; before a plan can be made, copies run beside compute. `every` n-th step is taken.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        directory: str,
+        schedule: object | None = None,
+        mesh: DeviceMesh | None = None,
+        slots: int = 2,
+        mode: Mode = "auto",
+        every: int = 1,
+        on_error: OnError = "skip",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if slots < 2 or every < 1:
+            raise ValueError("an engine needs two slots at least, and takes every first step or fewer")
+        self.state, self.directory, self.mesh, self.mode = state, directory, mesh, mode
+        self.schedule: object | None = schedule
+        self.every, self.on_error, self.slot_count = every, on_error, slots
+        self.group: Group = current(process_group)
+        self.clock = StepClock(self._opened, self._closed)
+        self.trace_log = Trace(self.group.rank)
+        self._report = Report()
+        self._copier: HostCopier | None = None
+        self._slots: SlotSet | None = None
+        self._share: Share | None = None
+        self._strategy: Strategy | None = None
+        self._taking: _Taking | None = None
+        self._drift: Drift | None = None
+        self._tracks: list[tuple[tuple[str, ...], Track]] = []
+        self._rates: Rates | None = None
+        self._hooks = hooks.before_update(hooks.optimizers(state), self.deadline)
+
+    # -- what a loop calls ---------------------------------------------------------------------------------------
+
+    def stage(self, module: nn.Module, stage_index: int, num_stages: int, device: torch.device, **more: Any) -> hooks.TimedStage:
+        """A `torch.distributed.pipelining.PipelineStage` whose actions the engine knows of."""
+        return hooks.timed_stage(self.clock, module, stage_index, num_stages, device, **more)
+
+    def compute(self, name: str = "compute") -> AbstractContextManager[None]:
+        """Wrap the compute of a loop of one's own: copies then run in the gaps between."""
+        return hooks.computing(self.clock, name)
+
+    def take(self, step: int) -> None:
+        """Begin a snapshot of the state as it is now: call it right after the optimizer step. Every rank calls it."""
+        began = now()
+        self.deadline()
+        report = StepReport(step)
+        self.trace_log.begin()
+        try:
+            self._begin(report, began)
+        except Exception as error:
+            self._fail(report, error)
+        finally:
+            report.boundary_ms = (now() - began) * 1e3
+            self._report.steps.append(report)
+            self.trace_log.add("wait", [Span("boundary", began, now())])
+            self.clock.begin()
+
+    def deadline(self) -> None:
+        """Wait for what is left of the copies: the state is about to change. The optimizers' hooks call it."""
+        if not self.clock.running:
+            return
+        track = self._end_step()
+        taking, self._taking = self._taking, None
+        if taking is None:
+            return
+        assert self._copier is not None
+        began = now()
+        outcome = self._copier.finish()
+        try:
+            self._commit(taking, outcome)
+        except Exception as error:
+            self._fail(taking.report, error)
+        taking.report.exposed_ms = (now() - began) * 1e3
+        taking.report.step_ms = track.seconds * 1e3
+        self.trace_log.add("copy", outcome.spans)
+        self.trace_log.add("wait", [Span("deadline", began, now())])
+
+    def report(self) -> Report:
+        """What happened so far."""
+        return self._report
+
+    def trace(self, path: str) -> None:
+        """Write the last steps as a Chrome trace."""
+        self.trace_log.write(path)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Finish the version in hand and let go; slots stay (they are what a restart loads) unless `remove`."""
+        self.deadline()
+        for handle in self._hooks:
+            handle.remove()
+        if self._copier is not None:
+            self._copier.stop()
+        if self._slots is not None:
+            self._slots.close(remove=remove)
+
+    # -- a snapshot ----------------------------------------------------------------------------------------------
+
+    def _begin(self, report: StepReport, began: float) -> None:
+        if self._share is None:
+            self._set_up()
+        share, slots, copier = self._share, self._slots, self._copier
+        assert share is not None
+        assert slots is not None
+        assert copier is not None
+        if report.step % self.every:
+            report.skipped = f"every {self.every} steps"
+            return
+        boundary = look(self.state, share, self.group)
+        slot = slots.begin()
+        if slot is None:
+            self._report.skipped += 1
+            report.skipped = "no free slot: the newest version stays, others are being read"
+            return
+        fill = TensorFill(boundary.views, [spec.kind for spec, _ in share.keys[: share.pieces]])
+        out = [slot_bytes(slot, i, share) for i in range(share.pieces)]
+        for i, stable in enumerate(boundary.stable):
+            if not stable:
+                fill([Part(i, 0, len(out[i]), out[i])])
+        plan = self._plan(share, boundary)
+        report.mode, report.predicted_ms, report.window_use = plan.taken, plan.exposed * 1e3, plan.window_use
+        report.nbytes = share.nbytes
+        chosen = np.flatnonzero(boundary.stable)
+        self._taking = _Taking(report, slot, boundary, plan, began)
+        copier.begin(Work(plan, _renumber(fill, chosen.tolist()), [out[i] for i in chosen.tolist()]))
+
+    def _commit(self, taking: _Taking, outcome: Outcome) -> None:
+        report, share, slots = taking.report, self._share, self._slots
+        assert share is not None
+        assert slots is not None
+        report.windowed, report.beside, report.exposed = outcome.windowed, outcome.beside, outcome.exposed
+        if outcome.failure is not None:
+            raise outcome.failure
+        slots.commit(taking.slot, report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
+        self._report.taken += 1
+        self._learn(outcome)
+
+    def _fail(self, report: StepReport, error: Exception) -> None:
+        report.skipped = f"{type(error).__name__}: {error}"
+        self._report.failed += 1
+        self._report.failures.append(f"step {report.step}: {report.skipped}")
+        if self.on_error == "raise":
+            raise error
+
+    def _set_up(self) -> None:
+        """Agree on the shares and make the slots; every rank does it at its first snapshot."""
+        share = agree(self.state, self.group)
+        with self.group.together("making room for snapshots"):
+            self._strategy = derive(self.mesh, self.schedule)
+            self._slots = SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count)
+        self._share, self._copier = share, HostCopier()
+        self._report.strategy, self._report.slots = str(self._strategy), self.slot_count
+        self._report.slot_bytes = share.nbytes
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def _plan(self, share: Share, boundary: Boundary) -> CopyPlan:
+        """The plan in force, for the pieces that are copied within the step."""
+        sizes = [
+            box.volume * DTYPES[spec.dtype].itemsize
+            for (spec, box), stable in zip(share.keys[: share.pieces], boundary.stable, strict=True)
+            if stable
+        ]
+        pieces = [bubbles.Piece(size) for size in sizes]
+        rates = self._rates or Rates(alone=4e9, beside=2e9)
+        if self._drift is None:
+            return bubbles.plan(Track.whole(self._typical_seconds()), pieces, rates, "overlap")
+        plan = bubbles.plan(self._drift.planned, pieces, rates, self.mode)
+        self._report.plan = f"{plan.taken}: {plan.reason}"
+        return plan
+
+    def _typical_seconds(self) -> float:
+        return self._tracks[-1][1].seconds if self._tracks else 0.1
+
+    def _end_step(self) -> Track:
+        """Close the step's record, and make or renew the plan when it is time."""
+        track = self.clock.end()
+        names = tuple(span.name for span in self.clock.spans)
+        self.trace_log.add("compute", self.clock.spans)
+        self.trace_log.add("idle", gaps(self.clock.spans, self.clock.began, self.clock.began + track.seconds))
+        if self._drift is None:
+            self._tracks.append((names, track))
+            if len(self._tracks) > WARM_UP:
+                self._first_plan()
+        elif len(track.start) == len(self._drift.planned.start) and self._drift.observe(track):
+            self._drift.rebase(self._drift.typical())
+            self._report.replans += 1
+        return track
+
+    def _first_plan(self) -> None:
+        """Windows from the schedule replayed with all ranks' measured times, or as this rank measured them itself."""
+        names, last = self._tracks[-1]
+        like = [track for found, track in self._tracks[1:] if found == names]
+        drift = Drift(last, steps=len(like))
+        for track in like:
+            drift.observe(track)
+        self._drift = Drift(self._replayed(names, like) or drift.typical())
+
+    def _replayed(self, names: tuple[str, ...], tracks: list[Track]) -> Track | None:
+        """This rank's step as the schedule says; None when the loop does not run the schedule as it is written."""
+        strategy = self._strategy
+        own: Times | None = None
+        if strategy is not None and strategy.schedule is not None:
+            actions = strategy.schedule.ranks[strategy.rank]
+            if tuple(map(str, actions)) == names:
+                own = Times.measured(strategy.schedule, strategy.rank, np.stack([t.stop - t.start for t in tracks]))
+        known = self.group.all_gather(own)
+        if strategy is None or strategy.schedule is None or any(times is None for times in known):
+            return None
+        united = Times.united(times for times in known if times is not None)
+        return replay(strategy.schedule, united).tracks[strategy.rank]
+
+    def _learn(self, outcome: Outcome) -> None:
+        """Rates from what was just copied, smoothed."""
+        if outcome.busy_s <= 0 or not outcome.nbytes:
+            return
+        seen = outcome.nbytes / outcome.busy_s
+        before = self._rates.alone if self._rates is not None else seen
+        rate = 0.8 * before + 0.2 * seen
+        self._rates = Rates(alone=rate, beside=rate / 2)
+
+    # -- the gate ------------------------------------------------------------------------------------------------
+
+    def _opened(self, position: int) -> None:
+        if self._copier is not None:
+            self._copier.opened(position)
+
+    def _closed(self) -> None:
+        if self._copier is not None:
+            self._copier.closed()
+
+
+def slot_bytes(slot: Slot, piece: int, share: Share) -> Bytes:
+    """The bytes of a piece in a slot."""
+    spec, box = share.keys[piece]
+    return slot.bytes_of(piece, box.volume * spec.kind.itemsize)
+
+
+def _renumber(fill: TensorFill, chosen: list[int]) -> Any:
+    """`fill` for a plan whose piece i is `chosen[i]`."""
+
+    def renumbered(parts: Any) -> None:
+        fill([Part(chosen[part.piece], part.start, part.stop, part.out) for part in parts])
+
+    return renumbered

@@ -1,0 +1,134 @@
+"""The live memory that a rank's snapshots are copied from, looked at afresh in every step.
+
+Storages move: an optimizer replaces a state, a loader re-seats a parameter. So pointers are never kept from step to
+step; the state is walked at every boundary, and its pieces must be those that the slots were laid out for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ucformat import values
+from ucformat.box import Box
+from ucformat.catalog import TensorSpec
+from ucformat.errors import UcformatError
+from ucformat.group import Group
+from ucformat.reshard.collect import Collected, Piece, collect
+from ucformat.reshard.save import divide
+
+Key = tuple[TensorSpec, Box]
+
+
+class MovedError(UcformatError):
+    """The state is no longer laid out as it was when the slots were made."""
+
+    def __init__(self, missing: Sequence[Key]) -> None:
+        self.missing = tuple(missing)
+        names = ", ".join(sorted({spec.name for spec, _ in missing})[:5])
+        super().__init__(f"the state has changed its layout: {names} is not there as it was; make a new Snapshotter")
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The state between two optimizer steps: tensors where they lie now, and everything else by value."""
+
+    views: tuple[torch.Tensor, ...]
+    """Live memory of each piece of the share, in the share's order."""
+    stable: tuple[bool, ...]
+    """Whether a piece changes in the optimizer step alone: parameters and optimizer states, on the device that computes."""
+    tree: bytes
+    """The value tree as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank keeps of the state: agreed upon once, with all ranks."""
+
+    keys: tuple[Key, ...]
+    """The pieces, and the tensors without elements."""
+    pieces: int
+    """How many of the keys have elements: the first ones."""
+    aliases: Mapping[str, str]
+    mesh: Mapping[str, int]
+    coords: Mapping[str, int] | None
+    together: bool
+    """The layout can't be told without the other ranks (uneven shards): every look at the state is an exchange."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.volume * spec.kind.itemsize for spec, box in self.keys)
+
+
+def agree(state: Mapping[str, object], group: Group) -> Share:
+    """Divide the state over the ranks. Every rank of `group` calls it; exchanges as a save does."""
+    collected = collect(state, group)
+    division = divide(collected, group, check_replicas=False)
+    keys = [(piece.spec, piece.box) for piece in division.pieces]
+    alone = _attempt(state)
+    return Share(
+        (*keys, *((spec, Box.whole(spec.shape)) for spec in division.empty)),
+        len(keys),
+        division.aliases,
+        division.mesh,
+        collected.coords,
+        together=alone is None or not {(p.spec, p.box) for p in alone.pieces} >= set(keys),
+    )
+
+
+def _attempt(state: Mapping[str, object]) -> Collected | None:
+    """The state as it looks without the other ranks, None when it can't be told."""
+    try:
+        return collect(state, Group())
+    except UcformatError:
+        return None
+
+
+def look(state: Mapping[str, object], share: Share, group: Group) -> Boundary:
+    """The state as it is now. Raises MovedError when it is laid out in another way than the share."""
+    collected = collect(state, group if share.together else Group(group.rank))
+    held: dict[Key, Piece] = {(piece.spec, piece.box): piece for piece in collected.pieces}
+    wanted = share.keys[: share.pieces]
+    missing = [key for key in wanted if key not in held]
+    if missing:
+        raise MovedError(missing)
+    views = tuple(held[key].view for key in wanted)
+    lasting = _lasting(state)
+    computes = {view.device.type for view in views} - {"cpu"}
+    return Boundary(
+        views,
+        tuple(_memory(view) in lasting and not (computes and view.device.type == "cpu") for view in views),
+        values.encode(collected.values),
+    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _lasting(state: object) -> set[int]:
+    """Storages of all parameters and optimizer states below `state`."""
+    found: set[int] = set()
+    waiting: list[object] = [state]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, nn.Module):
+            found.update(_memory(_local(parameter)) for parameter in item.parameters())
+        elif isinstance(item, torch.optim.Optimizer):
+            for states in item.state.values():
+                found.update(_memory(_local(x)) for x in states.values() if isinstance(x, torch.Tensor))
+            for group in item.param_groups:
+                found.update(_memory(_local(parameter)) for parameter in group["params"])
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(item)
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank behind a DTensor."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
