@@ -197,7 +197,7 @@ def complete_steps(store: Store) -> list[int]:
 def detect(source: Source) -> bool:
     if source.file is not None:
         return False
-    folders = [name for name in source.store.list() if _RANK.fullmatch(name)]
+    folders = [name.rstrip("/") for name in source.store.list() if _RANK.fullmatch(name)]
     return any(_is_ours(source.store.list(name)) for name in folders)
 
 

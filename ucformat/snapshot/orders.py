@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import select
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -101,7 +102,7 @@ class Hashed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
-    """This rank's shard of a version is durable: its slot is no longer needed. The commit is still to come."""
+    """The shard of this rank is durable: its slot is no longer needed. The commit is still to come."""
 
     step: int
     slot: int
@@ -164,30 +165,39 @@ EVENTS: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class Inbox(Generic[T]):
-    """Messages that arrive on a pipe. `closed` once the writer is gone and all it said was taken."""
+    """Messages that arrive on a pipe."""
 
     def __init__(self, fd: int, decode: Callable[[bytes], T]) -> None:
         os.set_blocking(fd, False)
         self._fd, self._decode, self._rest = fd, decode, b""
-        self.closed = False
+        self._ready: deque[bytes] = deque()
+        self._ended = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the writer is gone and all it said was taken."""
+        return self._ended and not self._ready
 
     def wait(self, seconds: float) -> None:
         """Return when something is there, the writer is gone, or the time is over."""
+        if self._ready or self._ended:
+            return
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         poll.poll(max(0.0, seconds) * 1000)
 
-    def take(self) -> list[T]:
-        """All messages that have arrived. Half a message, from a writer that died in it, is dropped."""
-        while not self.closed:
+    def take(self, limit: int | None = None) -> list[T]:
+        """Messages that have arrived. Half a message, from a writer that died in it, is dropped."""
+        while not self._ended:
             try:
                 data = os.read(self._fd, _READ_BYTES)
             except BlockingIOError:
                 break
-            self.closed = not data
-            self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        return [self._decode(line) for line in lines]
+            self._ended = not data
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._ready += lines
+        count = len(self._ready) if limit is None else min(limit, len(self._ready))
+        return [self._decode(self._ready.popleft()) for _ in range(count)]
 
 
 def send(fd: int, message: Command | Event) -> bool:

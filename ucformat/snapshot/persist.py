@@ -10,17 +10,17 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 
 from ucformat import checks
 from ucformat.checks import BLOCK_BYTES
 from ucformat.errors import ChecksumError, FormatError, MissingFileError, UnsupportedError
-from ucformat.formats.snapshot import SlotRecord, encode_slot, rank_name, read_slot, record_name
+from ucformat.formats.snapshot import SlotRecord, rank_name, read_slot
 from ucformat.localdisk import LocalStore
 from ucformat.shard import hex_digest
+from ucformat.snapshot.slotfile import attach_table, holds
 from ucformat.storage import Bytes, Store, Writer
 
 CHUNK_BYTES = 4 << 20  # a multiple of every block size in use; long enough for full disk speed
@@ -57,12 +57,11 @@ class HeldSlot:
 
     def prove_unchanged(self) -> None:
         """Raises MissingFileError when the slot has been given to another version since its record was read."""
-        try:
-            now = read_slot(self.store, self.folder, self.index).record
-        except MissingFileError:
-            now = None
-        if now is None or not now.same_version(self.record):
-            raise MissingFileError(self.file, f"the slot was given to another version while step {self.record.step} was read")
+        if not holds(self.store.url, self.record, self.index):
+            raise self.taken()
+
+    def taken(self) -> MissingFileError:
+        return MissingFileError(self.file, f"the slot was given to another version while step {self.record.step} was read")
 
 
 def find_slot(directory: str, rank: int, index: int, step: int) -> HeldSlot:
@@ -91,24 +90,10 @@ def hash_slot(slot: HeldSlot) -> HeldSlot:
     words = table.view("<u8")
     for i, (a, b) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
         words[i] = checks.digest("xxh3-64", image[a:b])
-    fresh = HeldSlot(slot.store, slot.folder, slot.index, msgspec.structs.replace(record, table_digest=hex_digest(table)))
-    slot.prove_unchanged()
-    fd = os.open(slot.file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.pwrite(fd, memoryview(table), record.table_start)
-    finally:
-        os.close(fd)
-    _replace_record(fresh)
-    return fresh
-
-
-def _replace_record(slot: HeldSlot) -> None:
-    """tmpfs is gone with the host: a rename is all the durability there is."""
-    name = f"{slot.store.url}/{slot.folder}/{record_name(slot.index)}"
-    with open(name + ".hashed", "wb") as file:
-        file.write(encode_slot(slot.record))
-    slot.prove_unchanged()
-    os.replace(name + ".hashed", name)
+    done = attach_table(slot.store.url, slot.index, record, table)
+    if done is None:
+        raise slot.taken()
+    return replace(slot, record=done)
 
 
 def _prove_header(slot: HeldSlot, image: Bytes) -> None:

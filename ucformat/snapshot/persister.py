@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from ucformat.errors import MissingFileError, RankFailedError, StorageError
@@ -48,6 +49,8 @@ class Open:
     pause: float = LOOK_S
     parts: dict[int, Part] = field(default_factory=dict)
     """Handed in so far; only rank 0 reads them."""
+    overtaken_by: int | None = None
+    """A later step that is committed. Every rank stores in order, so what is not handed in by now never will be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Doing:
     step: int
     what: str
     deadline: float
+    essential: bool
+    """Whether the version depends on it."""
 
 
 class Persister(threading.Thread):
@@ -67,6 +72,7 @@ class Persister(threading.Thread):
         self._options, self._emit = options, emit
         self._queue: queue.SimpleQueue[tuple[Order, HeldSlot | None] | None] = queue.SimpleQueue()
         self._open: dict[int, Open] = {}
+        self._settled: set[int] = set()
         self._more = True
         self._drop = False
         self._doing: Doing | None = None
@@ -90,10 +96,10 @@ class Persister(threading.Thread):
             item = self._next()
             if item is not None and not self._drop:
                 order, slot = item
-                self._guard(order.step, lambda order=order, slot=slot: self._store(order, slot))
+                self._guard(order.step, partial(self._store, order, slot))
             for version in [v for v in self._open.values() if v.look_at <= time.monotonic()]:
                 if version.step in self._open:  # a commit ends older ones
-                    self._guard(version.step, lambda version=version: self._look(version))
+                    self._guard(version.step, partial(self._look, version))
 
     def _next(self) -> tuple[Order, HeldSlot | None] | None:
         """The next version; None when it is time to look at an open one, or there will be no more."""
@@ -131,7 +137,10 @@ class Persister(threading.Thread):
             path = parts.shard_path(options.rank, options.run)
             part = parts.make_part(slot, path)
             self._persistently(
-                step, "writing", deadline, lambda: persist.copy_slot(slot, store, path, lambda: _check_time(store, deadline, options))
+                step,
+                "writing",
+                deadline,
+                lambda: persist.copy_slot(slot, store, path, lambda: _check_time(store, deadline, options)),
             )
             self._emit(Stored(step, slot.index, time.monotonic() - began, nbytes))
             self._persistently(step, "handing in", deadline, lambda: parts.put_part(store, options.run, part))
@@ -160,8 +169,8 @@ class Persister(threading.Thread):
                 time.sleep(pause)
 
     @contextmanager
-    def _at(self, step: int, what: str, deadline: float) -> Iterator[None]:
-        self._doing = Doing(step, what, deadline)
+    def _at(self, step: int, what: str, deadline: float, *, essential: bool = True) -> Iterator[None]:
+        self._doing = Doing(step, what, deadline, essential)
         try:
             yield
         finally:
@@ -189,7 +198,7 @@ class Persister(threading.Thread):
             if self._options.rank == 0:
                 self._after_commit(store, version)
             return
-        if time.monotonic() > version.deadline:
+        if version.overtaken_by is not None or time.monotonic() > version.deadline:
             raise RankFailedError(f"persisting step {version.step}", self._late(version))
         version.look_at = min(time.monotonic() + version.pause, max(version.deadline, time.monotonic()) + LOOK_S)
         version.pause = min(version.pause * 1.5, LONGEST_LOOK_S)
@@ -217,20 +226,21 @@ class Persister(threading.Thread):
         span = f"within {self._options.timeout_s:g} s"
         if self._options.rank:
             return {0: f"did not commit {span}"}
+        if version.overtaken_by is not None:
+            span = f"for it, but has for step {version.overtaken_by}"
         return {rank: f"handed in nothing {span}" for rank in range(self._options.world) if rank not in version.parts}
 
     def _after_commit(self, store: Store, version: Open) -> None:
         """Make room. What fails here costs space, not the version."""
         options, step = self._options, version.step
-        for older in sorted(other for other in self._open if other < step):
-            # every rank stores in order: one that is through with this version will not hand in an older one any more
-            missing = {rank: f"handed in step {step}, not this one" for rank in self._missing(self._open.pop(older))}
-            self._emit(Failed(older, told(RankFailedError(f"persisting step {older}", missing))))
+        for other in self._open.values():
+            if other.step < step:
+                other.overtaken_by, other.look_at = step, time.monotonic()
         try:
-            with self._at(step, "removing older versions", time.monotonic() + options.timeout_s):
+            with self._at(step, "removing older versions", time.monotonic() + options.timeout_s, essential=False):
                 prune.tidy(store, [shard.file for shard in native.read_record(store).shards])
                 run = self._run()
-                prune.clear_abandoned(run, step)
+                self._settled |= prune.clear_abandoned(run, step, self._settled | self._open.keys())
                 gone = prune.prune(run, step, options.keep, options.keep_every)
         except Exception as error:
             self._emit(Trouble(step, f"removing older versions: {told(error)}"))
@@ -238,19 +248,16 @@ class Persister(threading.Thread):
         if gone:
             self._emit(Pruned(step, tuple(gone)))
 
-    def _missing(self, version: Open) -> list[int]:
-        return [rank for rank in range(self._options.world) if rank not in version.parts]
-
     def _give_up(self, step: int, error: BaseException) -> None:
         """Leave nothing of a version that failed (rank 0), or tell rank 0 not to wait for it."""
         try:
-            with self._at(step, "clearing up", time.monotonic() + self._options.timeout_s):
+            with self._at(step, "clearing up", time.monotonic() + self._options.timeout_s, essential=False):
                 store = self._version(step)
                 if native.is_committed(store):
                     return
                 if self._options.rank == 0:
                     store.remove()
-                else:
+                elif not isinstance(error, RankFailedError):  # that came from rank 0
                     parts.put_part(store, self._options.run, Refusal(step, self._options.rank, told(error)))
         except Exception as other:
             self._emit(Trouble(step, f"clearing up: {told(other)}"))

@@ -38,19 +38,19 @@ def prune(run: Store, newest: int, keep: int | None, keep_every: int | None) -> 
     return steps
 
 
-def clear_abandoned(run: Store, before: int, but: Collection[int] = ()) -> list[int]:
-    """Remove what keepers left of versions that were never committed, with steps below `before`; their steps.
+def clear_abandoned(run: Store, before: int, but: Collection[int] = ()) -> set[int]:
+    """Remove what keepers left of versions with steps below `before` that were never committed. Raises StorageError.
 
-    Directories that are not a keeper's stay: they may be a save that is being written.
+    Returns the steps that were looked at, which need no second look. Directories that are not a keeper's stay: they may be a
+    save that is being written.
     """
-    found = [int(match[1]) for name in run.list() if (match := _STEP.fullmatch(name))]
-    gone = []
-    for step in sorted(step for step in found if step < before and step not in but):
+    found = {int(match[1]) for name in run.list() if (match := _STEP.fullmatch(name))}
+    past = {step for step in found if step < before and step not in but}
+    for step in sorted(past):
         store = run.sub(native.step_name(step))
-        if _is_keepers(store) and not native.is_committed(store):
+        if not native.is_committed(store) and _is_keepers(store):
             store.remove()
-            gone.append(step)
-    return gone
+    return past
 
 
 def _is_keepers(store: Store) -> bool:

@@ -71,16 +71,16 @@ class Report:
     def __str__(self) -> str:
         done = self.done()
         lines = [
-            f"snapshots: {self.taken} taken, {self.skipped} skipped, {self.failed} failed; {self.slots} slots of {_mib(self.slot_bytes)}",
+            f"snapshots: {self.taken} taken, {self.skipped} skipped, {self.failed} failed",
+            f"memory: {self.slots} slots of {_mib(self.slot_bytes)}",
             f"layout: {self.strategy}",
             f"plan: {self.plan or 'not made yet'}; made anew {self.replans} times",
         ]
         if done:
-            lines.append(
-                f"per step: {_mib(median(s.nbytes for s in done))}, waited {_ms(s.waited_ms for s in done)}"
-                f" (boundary {_ms(s.boundary_ms for s in done)}, deadline {_ms(s.exposed_ms for s in done)})"
-            )
-        lines.append(f"keeper: {self.hashed} hashed, {len(self.persisted)} persisted, {self.persist_failed} failed, {self.keeper_restarts} restarts")
+            waits = f"boundary {_ms(s.boundary_ms for s in done)}, deadline {_ms(s.exposed_ms for s in done)}"
+            lines.append(f"per step: {_mib(median(s.nbytes for s in done))}, waited {_ms(s.waited_ms for s in done)} ({waits})")
+        persisted = f"{len(self.persisted)} persisted, {self.persist_failed} failed"
+        lines.append(f"keeper: {self.hashed} hashed, {persisted}, {self.keeper_restarts} restarts")
         lines += [f"failure: {text}" for text in list(self.failures)[-3:]]
         return "\n".join(lines)
 

@@ -313,8 +313,7 @@ def _open(stock: Inventory, layout: ShardLayout, count: int, files: list[SlotFil
             files[-1].clear(layout.table_start, _CLEARING_S)  # of a record that is damaged
     fresh = _reserve(stock, layout.size, count - len(files))
     try:
-        for index in fresh:
-            files.append(make(stock.folder, index, layout))
+        files.extend(make(stock.folder, index, layout) for index in fresh)
     except BaseException:
         for index in fresh:
             drop(stock.folder, index)

@@ -11,6 +11,7 @@ wrong here reaches the training loop, unless `on_error="raise"`: it is skipped, 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ucformat.dtypes import DTYPES
 from ucformat.group import Group, current
 from ucformat.image import Part
 from ucformat.reshard.fill import TensorFill
@@ -32,6 +32,7 @@ from ucformat.snapshot.clock import Span, StepClock, now
 from ucformat.snapshot.copier import HostCopier, Outcome, Work
 from ucformat.snapshot.drift import Drift
 from ucformat.snapshot.layout import Strategy, derive
+from ucformat.snapshot.peers import Peers
 from ucformat.snapshot.replay import Times, Track, replay
 from ucformat.snapshot.report import Report, StepReport
 from ucformat.snapshot.slots import Slot, SlotSet
@@ -40,7 +41,8 @@ from ucformat.snapshot.trace import Trace, gaps
 from ucformat.storage import Bytes
 
 WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
-PROBE_BYTES = 32 << 20  # copied once to learn the rate
+RATE_DRIFT = 0.25  # of the planned copy rate: more asks for a new plan
+OPENING_S = 0.0002  # from the opening of a window to the first byte: a thread has to wake up
 OnError = Literal["skip", "raise"]
 
 
@@ -93,7 +95,12 @@ class Snapshotter:
         self._taking: _Taking | None = None
         self._drift: Drift | None = None
         self._tracks: list[tuple[tuple[str, ...], Track]] = []
-        self._rates: Rates | None = None
+        self._rates = Rates(alone=4e9, beside=2e9)  # a guess, until the first copies tell
+        self._current: tuple[tuple[bool, ...], CopyPlan] | None = None
+        self._peers: Peers | None = None
+        self._places: dict[int, list[Bytes]] = {}
+        self._newest: int | None = None
+        self._typical_rate: float | None = None
         self._hooks = hooks.before_update(hooks.optimizers(state), self.deadline)
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
@@ -173,13 +180,13 @@ class Snapshotter:
             report.skipped = f"every {self.every} steps"
             return
         boundary = look(self.state, share, self.group)
-        slot = slots.begin()
+        slot = slots.begin(self._complete())
         if slot is None:
             self._report.skipped += 1
-            report.skipped = "no free slot: the newest version stays, others are being read"
+            report.skipped = "no free slot: others are read, or still needed until all ranks have the next version"
             return
         fill = TensorFill(boundary.views, [spec.kind for spec, _ in share.keys[: share.pieces]])
-        out = [slot_bytes(slot, i, share) for i in range(share.pieces)]
+        out = self._places[slot.index]
         for i, stable in enumerate(boundary.stable):
             if not stable:
                 fill([Part(i, 0, len(out[i]), out[i])])
@@ -198,8 +205,20 @@ class Snapshotter:
         if outcome.failure is not None:
             raise outcome.failure
         slots.commit(taking.slot, report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
+        self._newest = report.step
         self._report.taken += 1
         self._learn(outcome)
+
+    def _complete(self) -> int | None:
+        """The newest step that all ranks are known to hold, see `SlotSet.begin`."""
+        if self.group.size == 1 or self._newest is None:
+            return None
+        assert self._peers is not None
+        if self._peers.all_here():
+            return self._peers.await_step(self._newest)
+        # Ranks on other hosts can't be seen. They have passed the optimizer step before this one, since this step's
+        # collectives ran, so they hold the version before the newest: two slots then skip every other step.
+        return self._newest - self.every
 
     def _fail(self, report: StepReport, error: Exception) -> None:
         report.skipped = f"{type(error).__name__}: {error}"
@@ -211,27 +230,37 @@ class Snapshotter:
     def _set_up(self) -> None:
         """Agree on the shares and make the slots; every rank does it at its first snapshot."""
         share = agree(self.state, self.group)
+        run = self.group.broadcast(uuid.uuid4().hex)
+        slots: SlotSet | None = None
         with self.group.together("making room for snapshots"):
             self._strategy = derive(self.mesh, self.schedule)
-            self._slots = SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count)
-        self._share, self._copier = share, HostCopier()
+            slots = SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
+        assert slots is not None
+        slots.pin()
+        self._places = {
+            slot.index: [slot.tensor(i).reshape(-1).view(torch.uint8).numpy() for i in range(share.pieces)]
+            for slot in slots.slots
+        }
+        self._peers = Peers(self.directory, self.group.size, max(self._places) + 1)
+        self._slots, self._share, self._copier = slots, share, HostCopier()
         self._report.strategy, self._report.slots = str(self._strategy), self.slot_count
         self._report.slot_bytes = share.nbytes
 
     # -- planning ------------------------------------------------------------------------------------------------
 
     def _plan(self, share: Share, boundary: Boundary) -> CopyPlan:
-        """The plan in force, for the pieces that are copied within the step."""
-        sizes = [
-            box.volume * DTYPES[spec.dtype].itemsize
+        """The plan in force, for the pieces that are copied within the step. Made anew only when something changed."""
+        if self._current is not None and self._current[0] == boundary.stable:
+            return self._current[1]
+        pieces = [
+            bubbles.Piece(box.volume * spec.kind.itemsize)
             for (spec, box), stable in zip(share.keys[: share.pieces], boundary.stable, strict=True)
             if stable
         ]
-        pieces = [bubbles.Piece(size) for size in sizes]
-        rates = self._rates or Rates(alone=4e9, beside=2e9)
         if self._drift is None:
-            return bubbles.plan(Track.whole(self._typical_seconds()), pieces, rates, "overlap")
-        plan = bubbles.plan(self._drift.planned, pieces, rates, self.mode)
+            return bubbles.plan(Track.whole(self._typical_seconds()), pieces, self._rates, "overlap")
+        plan = bubbles.plan(self._drift.planned, pieces, self._rates, self.mode)
+        self._current = boundary.stable, plan
         self._report.plan = f"{plan.taken}: {plan.reason}"
         return plan
 
@@ -250,7 +279,7 @@ class Snapshotter:
                 self._first_plan()
         elif len(track.start) == len(self._drift.planned.start) and self._drift.observe(track):
             self._drift.rebase(self._drift.typical())
-            self._report.replans += 1
+            self._replan()
         return track
 
     def _first_plan(self) -> None:
@@ -263,7 +292,7 @@ class Snapshotter:
         self._drift = Drift(self._replayed(names, like) or drift.typical())
 
     def _replayed(self, names: tuple[str, ...], tracks: list[Track]) -> Track | None:
-        """This rank's step as the schedule says; None when the loop does not run the schedule as it is written."""
+        """The rank's step as the schedule says; None when the loop does not run the schedule as it is written."""
         strategy = self._strategy
         own: Times | None = None
         if strategy is not None and strategy.schedule is not None:
@@ -277,13 +306,19 @@ class Snapshotter:
         return replay(strategy.schedule, united).tracks[strategy.rank]
 
     def _learn(self, outcome: Outcome) -> None:
-        """Rates from what was just copied, smoothed."""
+        """Rates from what was just copied, smoothed; a plan whose rates are off is made anew."""
         if outcome.busy_s <= 0 or not outcome.nbytes:
             return
         seen = outcome.nbytes / outcome.busy_s
-        before = self._rates.alone if self._rates is not None else seen
-        rate = 0.8 * before + 0.2 * seen
-        self._rates = Rates(alone=rate, beside=rate / 2)
+        self._typical_rate = seen if self._typical_rate is None else 0.8 * self._typical_rate + 0.2 * seen
+        if abs(self._typical_rate / self._rates.alone - 1) > RATE_DRIFT:
+            self._rates = Rates(alone=self._typical_rate, beside=self._typical_rate / 2, opening=OPENING_S)
+            self._replan()
+
+    def _replan(self) -> None:
+        if self._current is not None:
+            self._current = None
+            self._report.replans += 1
 
     # -- the gate ------------------------------------------------------------------------------------------------
 
@@ -296,10 +331,9 @@ class Snapshotter:
             self._copier.closed()
 
 
-def slot_bytes(slot: Slot, piece: int, share: Share) -> Bytes:
-    """The bytes of a piece in a slot."""
-    spec, box = share.keys[piece]
-    return slot.bytes_of(piece, box.volume * spec.kind.itemsize)
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """A contiguous tensor's memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _renumber(fill: TensorFill, chosen: list[int]) -> Any:

@@ -20,7 +20,15 @@ from ucformat.snapshot.clock import Span
 KEPT_STEPS = 64  # steps whose spans are kept
 LANES = ("compute", "idle", "copy", "wait", "persist")
 """Rows of a rank, top to bottom."""
-COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#e45756", "copy": "#54a24b", "wait": "#b279a2", "persist": "#9d755d"}
+COLOURS = {
+    "F": "#4c78a8",
+    "B": "#f58518",
+    "I": "#f58518",
+    "W": "#e45756",
+    "copy": "#54a24b",
+    "wait": "#b279a2",
+    "persist": "#9d755d",
+}
 
 
 @dataclass(slots=True)
