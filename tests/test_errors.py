@@ -27,6 +27,8 @@ from ucformat.box import Box
         (errors.RankLocalError("rng", 4, 3), ["rng", "4", "3", "on_resize"]),
         (errors.ExistsError("runs/a"), ["runs/a", "overwrite=True"]),
         (errors.RankFailedError("save", {2: "disk full"}), ["save", "rank 2: disk full"]),
+        (errors.SnapshotMemoryError("d", 5 << 20, -1, "in its tmpfs"), ["d: ", "5,242,880 bytes", "0 are free (in its tmpfs)"]),
+        (errors.SnapshotInUseError("d", "process 7"), ["d: in use by process 7"]),
         (errors.StorageError("f", OSError(28, "No space left on device"), 0, 5), ["f", "bytes 0-5", "No space left"]),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tests.checkpoints import split_evenly
-from ucformat import formats, values
+from ucformat import checks, formats, values
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
-from ucformat.formats.source import locate
+from ucformat.formats.snapshot import SlotRecord
 from ucformat.reshard.read import read
+from ucformat.snapshot.slotfile import attach_table
 from ucformat.snapshot.slots import Slot, SlotSet
 
 Pieces = list[tuple[TensorSpec, Box]]
@@ -98,9 +99,12 @@ def hold_lock(directory: str, link: Connection) -> None:
     link.recv()
 
 
-def source_of(directory: Path) -> object:
-    return locate(str(directory))
-
-
-if __name__ == "__main__":
-    sys.exit("a module of tests")
+def hash_slot(slots: SlotSet, slot: Slot) -> SlotRecord | None:
+    """What the keeper does: checksums of the slot's blocks, into its table and its record."""
+    record = slots.record(slot)
+    assert record is not None
+    table = np.zeros(record.size - record.table_start, dtype=np.uint8)
+    starts, stops = checks.blocks(record.data_start, record.table_start, record.block_bytes)
+    digests = [checks.digest("xxh3-64", slot.image[a:b]) for a, b in zip(starts, stops, strict=True)]
+    table.view("<u8")[: len(digests)] = np.array(digests, dtype=np.uint64)
+    return attach_table(slots.directory, slot.index, record, table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -30,7 +31,6 @@ from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.errors import NotACheckpointError, SnapshotInUseError, SnapshotMemoryError, UcformatError
-from ucformat.formats import snapshot
 from ucformat.formats.snapshot import complete_steps
 from ucformat.manifest import VERSION
 from ucformat.shard import lay_out
@@ -65,9 +65,7 @@ def test_slots_are_shard_images_of_the_layout(home: Path) -> None:
 
 
 def test_tensors_share_the_files_memory_at_their_place(home: Path) -> None:
-    owned = [
-        (TensorSpec(f"t{i}", kind.name, (4, 6, 3)), Box((1, 0, 0), (2, 6, 3))) for i, kind in enumerate(DTYPES.values())
-    ]
+    owned = [(TensorSpec(f"t{i}", kind.name, (4, 6, 3)), Box((1, 0, 0), (2, 6, 3))) for i, kind in enumerate(DTYPES.values())]
     layout = lay_out(owned, VERSION)
     with SlotSet.create(home, 0, 1, owned) as slots:
         slot = slots.slots[0]
@@ -234,18 +232,11 @@ def test_a_restart_with_another_layout_keeps_the_old_version_until_a_new_one_is_
         fill(slot, changed, 3)
         assert assert_is_step(opened(home)) == 2
         slots.commit(slot, 3, b'{"step":3}')
-        assert bool((snapshot_tensor(home) == 3).all())
+        assert assert_is_step(opened(home), [W.name, "n"]) == 3
         slots.begin()
         assert len(list(home.rglob("*.safetensors"))) == 2
     with SlotSet.create(home, 0, 1, changed) as slots:
         assert slots.steps == [3]
-
-
-def snapshot_tensor(home: Path) -> torch.Tensor:
-    """The large tensor as it would be restored now."""
-    from ucformat.reshard.read import read
-
-    return read(opened(home), W.name)
 
 
 def test_a_smaller_world_replaces_a_larger_one_only_once_it_has_a_version(home: Path) -> None:
@@ -272,6 +263,19 @@ def test_of_another_layout_the_version_that_can_be_opened_survives(home: Path) -
                 take(slots, both[rank], step)
     with SlotSet.create(home, 0, 1, pieces()) as slots:
         assert slots.steps == []
+        assert assert_is_step(opened(home)) == 10
+
+
+def test_after_a_restart_a_version_that_only_one_rank_has_gives_way_first(home: Path) -> None:
+    both = [pieces(rank, 2) for rank in (0, 1)]
+    for rank, steps in ((0, (10, 11)), (1, (9, 10))):
+        with SlotSet.create(home, rank, 2, both[rank]) as slots:
+            for step in steps:
+                take(slots, both[rank], step)
+    with SlotSet.create(home, 0, 2, both[0]) as fast, SlotSet.create(home, 1, 2, both[1]) as slow:
+        assert fast.begin() is not None
+        assert slow.begin() is not None
+        assert fast.steps == slow.steps == [10]
         assert assert_is_step(opened(home)) == 10
 
 
@@ -411,8 +415,8 @@ def test_what_other_ranks_are_about_to_take_counts(home: Path) -> None:
     (home / "rank-00001").mkdir(parents=True)
     before = room(str(home)).free
     with open(home / "rank-00001/slot-0.safetensors.part", "wb") as part:
-        part.truncate(1 << 45)
-    assert room(str(home)).free < before - (1 << 44)
+        part.truncate(1 << 40)
+    assert room(str(home)).free < before - (1 << 39)
 
 
 _IN_SMALL_TMPFS = """
@@ -443,7 +447,7 @@ for step in range(1, 4):
     slots.commit(slot, step)
 slots.close()
 try:  # the old versions take the room that a new layout needs
-    SlotSet.create(home, 0, 1, state(19))
+    SlotSet.create(home, 0, 1, state(25))
 except SnapshotMemoryError as error:
     assert "another layout" in str(error), error
 else:
@@ -456,7 +460,10 @@ print("fine")
 
 def test_a_small_tmpfs_is_used_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o size=64m none "{tmp_path}" && exec "{sys.executable}" -c "$0" "{tmp_path}/job"'
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True).returncode
+    ):
         pytest.skip("no mounts of its own for this user")
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", mount, _IN_SMALL_TMPFS], cwd=ROOT, capture_output=True, text=True, check=False
@@ -510,7 +517,7 @@ def test_a_table_is_only_attached_to_the_version_whose_bytes_were_hashed(home: P
         before = Path(slot.path).read_bytes()
         assert not holds(str(home), record, slot.index)
         assert attach_table(str(home), slot.index, record, table) is None  # begun
-        slots.commit(slot, 1, b"{}")
+        slots.commit(slot, 1)
         assert attach_table(str(home), slot.index, record, table) is None  # the same step, taken again
         assert Path(slot.path).read_bytes() == before
         fresh = slots.record(slot)
@@ -526,8 +533,6 @@ def test_a_table_is_only_attached_to_the_version_whose_bytes_were_hashed(home: P
 
 
 def test_a_slot_under_a_keepers_lock_is_passed_over(home: Path) -> None:
-    import fcntl
-
     owned = pieces()
     with SlotSet.create(home, 0, 1, owned) as slots:
         slot = take(slots, owned, 1)
@@ -556,7 +561,6 @@ def test_senseless_requests_are_refused(home: Path) -> None:
             SlotSet.create(home, rank, world, pieces(), count)
     with pytest.raises(UcformatError):
         SlotSet.create("/proc/self/nowhere", 0, 1, pieces())
-    assert snapshot.NAME == "snapshot"
 
 
 @pytest.mark.gpu

@@ -132,8 +132,8 @@ def _hit(catalog: Catalog, number: int, start: int, stop: int) -> tuple[str, ...
 
 def _companions(catalog: Catalog) -> Iterator[Damage]:
     """Files that travel with a native checkpoint and are not those that were committed."""
-    if not any(isinstance(file.checks, ShardChecks) for file in catalog.files):
-        return
+    if not any(isinstance(file.checks, ShardChecks) for file in catalog.files) or not native.is_committed(catalog.store):
+        return  # slots of a snapshot are shards too, and have no companions
     for item in native.read_record(catalog.store).companions:
         where = f"{catalog.store.url}/{item.file}"
         try:

@@ -74,6 +74,11 @@ class HostCopier:
         """Whether a version is being copied."""
         return self._work is not None
 
+    @property
+    def copied(self) -> int:
+        """Bytes of the version in hand that are in place."""
+        return self._outcome.nbytes
+
     def begin(self, work: Work) -> None:
         """Take on a version; the optimizer step that made it has ended."""
         with self._lock:

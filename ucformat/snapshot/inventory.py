@@ -48,7 +48,7 @@ class Inventory:
 
     folder: str
     adopted: tuple[Found, ...]
-    """To be used again; the oldest version first."""
+    """To be used again; the version that would be opened now comes last, before it the others, the oldest first."""
     earlier: tuple[Found, ...]
     """Versions of another layout."""
     remarks: list[str] = field(default_factory=list)
@@ -71,9 +71,8 @@ def take_stock(folder: str, layout: ShardLayout, count: int) -> Inventory:
     others = [item for item in found if not item.fits and item.record is not None]
     if whole is not None:
         others = [item for item in others if item.is_any(loadable)]
-    fitting = [item for item in found if item.fits]
-    fitting = sorted(fitting, key=lambda item: (item.is_any(loadable), item.age))[-count:]
-    stock = Inventory(folder, tuple(sorted(fitting, key=lambda item: item.age)), tuple(others), remarks)
+    fitting = sorted((item for item in found if item.fits), key=lambda item: (item.is_any(loadable), item.age))
+    stock = Inventory(folder, tuple(fitting[-count:]), tuple(others), remarks)
     for item in found:
         if item.index not in stock.kept:
             drop(folder, item.index)

@@ -1,4 +1,4 @@
-"""The keeper's process: `python -m ucformat.snapshot.keep <orders> <events>`, with two inherited pipe ends.
+"""The keeper's process. `Keeper` starts it with `main` and two inherited ends of pipes.
 
 The main thread takes orders, hashes slots and watches; `Persister` talks to the storage. It never raises: what fails is an
 event. It lives as long as the trainer that started it, and finishes what it has begun when that one dies.
@@ -35,7 +35,6 @@ from ucformat.snapshot.orders import (
 )
 from ucformat.snapshot.persister import Persister, told
 
-NICENESS = 10  # below the trainer, above nothing else that matters on its host
 OOM_SCORE = 500  # of 1000: when memory is short the keeper goes, not the trainer
 TICK_S = 0.5  # between looks whether the trainer lives
 HUNG = 70  # exit status; a storage that hangs can only be left by leaving the process
@@ -117,8 +116,8 @@ class Keeping:
             os._exit(HUNG)
 
 
-def _step_back() -> None:
-    os.nice(NICENESS)
+def _go_first() -> None:
+    """When memory is short, the kernel is to end the keeper, not the trainer."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
     except OSError:
@@ -143,13 +142,9 @@ def _prepare(options: KeeperOptions) -> None:
 def main() -> None:
     """Run with the file descriptors of the two pipes as arguments."""
     orders, events = int(sys.argv[1]), int(sys.argv[2])
-    _step_back()
+    _go_first()
     inbox: Inbox[Command] = Inbox(orders, COMMANDS.decode)
     begin = _begin(inbox)
     if begin is not None:
         _prepare(begin.options)
         Keeping(begin, inbox, events).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -40,6 +40,8 @@ WAITING = 8  # versions that may wait for other ranks' parts; they hold no slot
 LIVES = 2  # keepers that may die over an order before the order is given up
 STEADY_S = 60.0  # a keeper that lived so long did not die of how it was started
 LONGEST_PAUSE_S = 60.0  # between starts of keepers that keep dying
+NICENESS = 10  # below the trainer, from the first import on
+_PROGRAM = f"import os; os.nice({NICENESS}); from ucformat.snapshot.keep import main; main()"
 LISTEN_S = 0.2  # between looks whether a keeper that stops has ended
 KILL_S = 5.0  # that a killed process may take to end
 LOG = "keeper.log"
@@ -122,6 +124,11 @@ class Keeper:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process, dead or alive."""
+        return None if self._process is None else self._process.pid
+
     # -- hearing -------------------------------------------------------------------------------------------------------
 
     def poll(self) -> list[Event]:
@@ -159,7 +166,7 @@ class Keeper:
         try:
             with open(self._folder / LOG, "wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603  # our own module, no shell
-                    [sys.executable, "-m", "ucformat.snapshot.keep", str(orders), str(events)],
+                    [sys.executable, "-c", _PROGRAM, str(orders), str(events)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -33,8 +33,8 @@ class KeeperOptions:
     rank: int
     world: int
     run: str
-    """Token of one start of the job: equal on its ranks, different from that of every other start. It keeps what a former
-    run left half done in a step's directory from being taken for a part of this one's version."""
+    """Token of one start of the job, or of what goes on from a restored state: equal on its ranks, different from every other.
+    It keeps what a former one left half done in a step's directory from being taken for a part of this one's version."""
     persist_url: str | None = None
     """Run directory, at any fsspec URL; None when nothing is to be persisted."""
     keep: int | None = None

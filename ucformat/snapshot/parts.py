@@ -2,6 +2,7 @@
 
     <run directory>/step-00000100/shards/00003-<run>.safetensors   the shard of rank 3
     <run directory>/step-00000100/parts/<run>/00003.json           handed in once that shard is durable
+    <run directory>/step-00000100/parts/<run>/00003.refused.json   instead, by a rank that gave up
 
 Both names carry the token of the start of the job, so what a former start left in the same directory is never mixed in.
 When all are there, rank 0 commits, and `parts/` goes.
@@ -9,7 +10,10 @@ When all are there, rank 0 commits, and `parts/` goes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +31,7 @@ from ucformat.storage import Store, safe_path
 
 PARTS = "parts"
 SHARDS = "shards"
+_ANSWER = re.compile(r"(\d{5,})(\.refused)?\.json")
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +55,14 @@ class Columns(msgspec.Struct, frozen=True):
     length: list[tuple[int, ...]]
 
 
-class Part(msgspec.Struct, frozen=True, tag=True):
+class Part(msgspec.Struct, frozen=True):
     """One rank's share of a version, its shard durable."""
 
     step: int
     rank: int
     world: int
+    run: str
+    """Of the slot's record: which start of the job took this version."""
     shard: ShardRecord
     columns: Columns
     values: msgspec.Raw
@@ -63,12 +70,15 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     mesh: dict[str, int]
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """Handed in by a rank that gave up, so that the others need not wait for their time to be over."""
+class Refusal(msgspec.Struct, frozen=True):
+    """Left by a rank that gave up, so that the others need not wait until their time is over."""
 
     step: int
     rank: int
     why: str
+
+
+P = TypeVar("P", Part, Refusal)
 
 
 def shard_path(rank: int, run: str) -> str:
@@ -79,6 +89,11 @@ def shard_path(rank: int, run: str) -> str:
 def part_path(rank: int, run: str) -> str:
     """Where a rank hands in its part."""
     return f"{PARTS}/{run}/{rank:05d}.json"
+
+
+def refusal_path(rank: int, run: str) -> str:
+    """Where a rank says that it gave up."""
+    return f"{PARTS}/{run}/{rank:05d}.refused.json"
 
 
 def make_part(slot: HeldSlot, path: str) -> Part:
@@ -94,7 +109,9 @@ def make_part(slot: HeldSlot, path: str) -> Part:
         [tuple(row[:n]) for row, n in zip(table.offset.tolist(), ndims, strict=True)],
         [tuple(row[:n]) for row, n in zip(table.length.tolist(), ndims, strict=True)],
     )
-    return Part(record.step, record.rank, record.world, table.record, columns, record.values, record.aliases, record.mesh)
+    return Part(
+        record.step, record.rank, record.world, record.run, table.record, columns, record.values, record.aliases, record.mesh
+    )
 
 
 def _shard(record: SlotRecord, path: str) -> ShardRecord:
@@ -103,27 +120,44 @@ def _shard(record: SlotRecord, path: str) -> ShardRecord:
 
 def put_part(store: Store, run: str, part: Part | Refusal) -> None:
     """Hand a part in. Raises StorageError."""
-    store.put(part_path(part.rank, run), seal(msgspec.json.encode(part)))
+    path = part_path(part.rank, run) if isinstance(part, Part) else refusal_path(part.rank, run)
+    store.put(path, seal(msgspec.json.encode(part)))
 
 
-def read_part(store: Store, run: str, rank: int, step: int) -> Part | Refusal:
+def read_part(store: Store, run: str, rank: int, step: int) -> Part:
     """What a rank handed in. Raises MissingFileError, StorageError; ChecksumError and FormatError when it is damaged."""
-    path = part_path(rank, run)
+    return _read(store, part_path(rank, run), Part, rank, step)
+
+
+def read_refusal(store: Store, run: str, rank: int, step: int) -> Refusal:
+    """Why a rank gave up. Raises as `read_part`."""
+    return _read(store, refusal_path(rank, run), Refusal, rank, step)
+
+
+def _read(store: Store, path: str, kind: type[P], rank: int, step: int) -> P:
     where = f"{store.url}/{path}"
     raw = unseal(store.read(path), where)
     try:
-        part = msgspec.json.decode(raw, type=Part | Refusal)
+        part = msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
         raise FormatError(where, f"malformed part: {error}") from error
     if (part.rank, part.step) != (rank, step):
-        raise FormatError(where, f"is the part of rank {part.rank} for step {part.step}")
+        raise FormatError(where, f"is of rank {part.rank} and step {part.step}")
     return part
 
 
-def handed_in(store: Store, run: str) -> set[int]:
-    """Ranks whose parts are there."""
-    names = (name.removesuffix(".json") for name in store.list(f"{PARTS}/{run}"))
-    return {int(name) for name in names if name.isdecimal()}
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Which ranks have said something about a version."""
+
+    parts: frozenset[int]
+    refusals: frozenset[int]
+
+
+def answers(store: Store, run: str) -> Answers:
+    """Raises StorageError."""
+    found = [match for name in store.list(f"{PARTS}/{run}") if (match := _ANSWER.fullmatch(name))]
+    return Answers(frozenset(int(m[1]) for m in found if not m[2]), frozenset(int(m[1]) for m in found if m[2]))
 
 
 def commit_parts(store: Store, step: int, parts: Sequence[Part]) -> None:
@@ -133,6 +167,7 @@ def commit_parts(store: Store, step: int, parts: Sequence[Part]) -> None:
     parts make no whole, StorageError.
     """
     odd = {part.rank: f"handed in a part of {part.world} ranks" for part in parts if part.world != len(parts)}
+    odd |= {part.rank: f"took it in run {part.run!r}, not {parts[0].run!r}" for part in parts if part.run != parts[0].run}
     if odd:
         raise RankFailedError(f"persisting step {step}", odd)
     known: dict[bytes, object] = {}

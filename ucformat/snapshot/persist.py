@@ -46,7 +46,10 @@ class HeldSlot:
 
     def image(self) -> Bytes:
         """The whole slot, mapped read-only. Reading it costs no copy, and direct I/O can write it out as it lies."""
-        fd = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise MissingFileError(self.file) from None
         try:
             size = os.fstat(fd).st_size
             if size != self.record.size:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ from ucformat.storage import Store, open_store
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a storage is asked again; doubles
 LOOK_S, LONGEST_LOOK_S = 0.1, 5.0  # between looks at what other ranks have handed in; half as long again each time
+READERS = 16  # parts that rank 0 reads at once: small files, each a round trip
 GRACE_S = 5.0  # beyond its time that one call of the storage may take before it counts as hanging
 
 T = TypeVar("T")
@@ -98,7 +100,7 @@ class Persister(threading.Thread):
                 order, slot = item
                 self._guard(order.step, partial(self._store, order, slot))
             for version in [v for v in self._open.values() if v.look_at <= time.monotonic()]:
-                if version.step in self._open:  # a commit ends older ones
+                if version.step in self._open:
                     self._guard(version.step, partial(self._look, version))
 
     def _next(self) -> tuple[Order, HeldSlot | None] | None:
@@ -205,20 +207,25 @@ class Persister(threading.Thread):
 
     def _gather(self, store: Store, version: Open) -> bool:
         """Whether all ranks have handed in their part, on rank 0. Raises RankFailedError when one has given up."""
-        world = set(range(self._options.world))
-        for rank in sorted((parts.handed_in(store, self._options.run) & world) - version.parts.keys()):
-            part = parts.read_part(store, self._options.run, rank, version.step)
-            if isinstance(part, Refusal):
-                raise RankFailedError(f"persisting step {version.step}", {rank: part.why})
-            version.parts[rank] = part
-        return version.parts.keys() == world
+        run, step, world = self._options.run, version.step, range(self._options.world)
+        said = parts.answers(store, run)
+        if said.refusals:
+            whys = {rank: parts.read_refusal(store, run, rank, step).why for rank in sorted(said.refusals)}
+            raise RankFailedError(f"persisting step {step}", whys)
+        fresh = [rank for rank in world if rank in said.parts and rank not in version.parts]
+        with ThreadPoolExecutor(READERS) as pool:
+            version.parts.update(zip(fresh, pool.map(lambda rank: parts.read_part(store, run, rank, step), fresh), strict=True))
+        return len(version.parts) == len(world)
 
     def _is_committed(self, store: Store, version: Open) -> bool:
-        """Whether rank 0 has committed. Raises RankFailedError when it gave up: then this rank's part is gone, too."""
-        there = self._options.rank in parts.handed_in(store, self._options.run)
+        """Whether rank 0 has committed. Raises RankFailedError when it gave up: then it says so, or this rank's part is gone."""
+        said = parts.answers(store, self._options.run)
         if native.is_committed(store):
             return True
-        if not there:
+        if 0 in said.refusals:
+            why = parts.read_refusal(store, self._options.run, 0, version.step).why
+            raise RankFailedError(f"persisting step {version.step}", {0: why})
+        if self._options.rank not in said.parts:
             raise RankFailedError(f"persisting step {version.step}", {0: "gave it up, or has removed it since"})
         return False
 
@@ -249,16 +256,17 @@ class Persister(threading.Thread):
             self._emit(Pruned(step, tuple(gone)))
 
     def _give_up(self, step: int, error: BaseException) -> None:
-        """Leave nothing of a version that failed (rank 0), or tell rank 0 not to wait for it."""
+        """Leave nothing of a version that failed (rank 0), and tell the other ranks not to wait for it."""
+        rank = self._options.rank
         try:
             with self._at(step, "clearing up", time.monotonic() + self._options.timeout_s, essential=False):
                 store = self._version(step)
                 if native.is_committed(store):
                     return
-                if self._options.rank == 0:
+                if rank == 0:
                     store.remove()
-                elif not isinstance(error, RankFailedError):  # that came from rank 0
-                    parts.put_part(store, self._options.run, Refusal(step, self._options.rank, told(error)))
+                if self._options.world > 1 and (rank == 0 or not isinstance(error, RankFailedError)):  # that came from rank 0
+                    parts.put_part(store, self._options.run, Refusal(step, rank, told(error)))
         except Exception as other:
             self._emit(Trouble(step, f"clearing up: {told(other)}"))
 

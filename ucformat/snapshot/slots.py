@@ -129,7 +129,7 @@ class SlotSet:
             raise
         slots = cls(stock, lock, rank, world, run, layout)
         slots.slots = tuple(sorted((Slot(file, layout, pieces) for file in files), key=lambda slot: slot.index))
-        for found in stock.adopted:  # the oldest version first
+        for found in stock.adopted:
             if found.record is not None:
                 slots._note(slots.slot(found.index), found.record.step)
         return slots
@@ -145,14 +145,14 @@ class SlotSet:
 
     @property
     def newest(self) -> Slot | None:
-        """The slot that was committed last."""
+        """The slot that was committed last; after a restart that of the newest version that all ranks hold, if that is known."""
         with self._guard:
             valid = [slot for slot in self.slots if slot.step is not None]
             return max(valid, key=lambda slot: self._age[slot.index], default=None)
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the versions in these slots, the oldest version first."""
+        """Steps of the versions in these slots, the one of `newest` last."""
         with self._guard:
             valid = [slot for slot in self.slots if slot.step is not None]
             return [slot.step for slot in sorted(valid, key=lambda slot: self._age[slot.index]) if slot.step is not None]

@@ -149,6 +149,13 @@ class Snapshotter:
         self.trace_log.add("copy", outcome.spans)
         self.trace_log.add("wait", [Span("deadline", began, now())])
 
+    def copying(self) -> tuple[int, int, int] | None:
+        """Step, bytes in place and bytes in all of the version that is copied at this moment; None when none is."""
+        taking, copier = self._taking, self._copier
+        if taking is None or copier is None or not copier.active:
+            return None
+        return taking.report.step, copier.copied, sum(piece.nbytes for piece in taking.plan.pieces)
+
     def report(self) -> Report:
         """What happened so far."""
         return self._report

@@ -56,7 +56,7 @@ class Share:
     mesh: Mapping[str, int]
     coords: Mapping[str, int] | None
     together: bool
-    """The layout can't be told without the other ranks (uneven shards): every look at the state is an exchange."""
+    """The layout can't be told on some rank without the others (uneven shards): every look at the state is an exchange."""
 
     @property
     def nbytes(self) -> int:
@@ -68,21 +68,22 @@ def agree(state: Mapping[str, object], group: Group) -> Share:
     collected = collect(state, group)
     division = divide(collected, group, check_replicas=False)
     keys = [(piece.spec, piece.box) for piece in division.pieces]
-    alone = _attempt(state)
+    alone = _attempt(state, group.rank)
+    unknown = alone is None or not {(p.spec, p.box) for p in alone.pieces} >= set(keys)
     return Share(
         (*keys, *((spec, Box.whole(spec.shape)) for spec in division.empty)),
         len(keys),
         division.aliases,
         division.mesh,
         collected.coords,
-        together=alone is None or not {(p.spec, p.box) for p in alone.pieces} >= set(keys),
+        together=any(group.all_gather(unknown)),
     )
 
 
-def _attempt(state: Mapping[str, object]) -> Collected | None:
+def _attempt(state: Mapping[str, object], rank: int) -> Collected | None:
     """The state as it looks without the other ranks, None when it can't be told."""
     try:
-        return collect(state, Group())
+        return collect(state, Group(rank))
     except UcformatError:
         return None
 
