@@ -20,6 +20,7 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 MB = 1e6  # as disks are sold
 GB = 1e9
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)

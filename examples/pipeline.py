@@ -33,7 +33,6 @@ from ucformat.snapshot.snapshotter import Snapshotter
 BATCH = 16  # samples per step
 MICROBATCHES = 4
 TIMEOUT = timedelta(seconds=20)  # no step of this size takes nearly as long
-POLL_S = 0.0001  # a chunk of a copy takes about a millisecond
 
 
 class Pipeline:
@@ -48,12 +47,13 @@ class Pipeline:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, start_factor=0.1, total_iters=20)
         self.sampler = TextSampler(load_corpus(), config.context)
+        self.rng = ucformat.rank_local(torch.get_rng_state(), on_resize="modulo")
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "data": self.sampler,
-            "rng": ucformat.rank_local(torch.get_rng_state(), on_resize="modulo"),
+            "rng": self.rng,
         }
         self.directory: str = args.directory
         self.snap = Snapshotter(self.state, directory=args.directory, mesh=mesh, on_error="raise")
@@ -80,7 +80,7 @@ class Pipeline:
 
     def take(self, step: int) -> None:
         """Begin to snapshot the state as it is now."""
-        self.state["rng"] = ucformat.rank_local(torch.get_rng_state(), on_resize="modulo")
+        self.rng.value = torch.get_rng_state()
         self.snap.take(step)
 
     def restore(self) -> int:
@@ -89,9 +89,7 @@ class Pipeline:
             step = ucformat.load(self.directory, into=self.state)
         except (NotACheckpointError, MissingFileError, RankFailedError):
             return 0
-        rng = self.state["rng"]
-        assert isinstance(rng, ucformat.rank_local)
-        torch.set_rng_state(rng.value)
+        torch.set_rng_state(self.rng.value)
         return step or 0
 
     def tell(self, event: str, **facts: object) -> None:
@@ -122,13 +120,12 @@ def tell_state(args: argparse.Namespace, run: Pipeline, event: str, step: int) -
 
 def die_in_mid_copy(snap: Snapshotter) -> None:
     """SIGKILL this process when a part of the version is copied, and a part is not."""
-    while True:
+    while True:  # without a rest: that moment lasts a millisecond or two
         step, copied, total = snap.copying() or (0, 0, 0)
         if 0 < copied < total:
             told = json.dumps({"event": "killed", "step": step, "copied": copied, "total": total})
             os.write(sys.stdout.fileno(), f"{told}\n".encode())  # past Python's buffer: nothing is flushed any more
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(POLL_S)
 
 
 def parse_args() -> argparse.Namespace:

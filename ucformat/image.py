@@ -21,7 +21,7 @@ from ucformat.localdisk import aligned
 from ucformat.storage import Bytes, Writer
 
 CHUNK_BYTES = 4 << 20  # filled, hashed and written by one thread: long enough for full disk speed
-THREADS = 4  # chunks in flight
+THREADS = 3  # chunks in flight: one is written while the next are filled
 STREAM_ALIGN = 64  # bytes; pieces that share a chunk start at multiples of it, so that any dtype can be viewed in place
 
 
@@ -72,12 +72,38 @@ class _Writing:
     block_bytes: int | None
     on_bytes: Callable[[int], None] | None
     digests: NDArray[np.uint64]
-    memory: threading.local = field(default_factory=threading.local)
+    waiting: Iterator[tuple[int, tuple[int, int]]]
+    """Numbered chunks that nobody has begun."""
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    written: int = 0
+    """Chunks that are written: they are filled side by side, and written in order."""
+    failed: bool = False
 
-    def chunk(self, start: int, stop: int) -> None:
-        if not hasattr(self.memory, "buffer"):
-            self.memory.buffer = aligned(CHUNK_BYTES)
-        data: Bytes = self.memory.buffer[: stop - start]
+    def work(self) -> None:
+        """Fill, hash and write chunks until none is left. Several threads run it."""
+        buffer = aligned(CHUNK_BYTES)
+        try:
+            for number, (start, stop) in self.waiting:
+                data = buffer[: stop - start]
+                moved = self._fill(start, stop, data)
+                with self.turn:
+                    self.turn.wait_for(lambda number=number: self.failed or self.written == number)  # type: ignore[misc]
+                    if self.failed:
+                        return
+                self.writer.write(start, data)
+                with self.turn:
+                    self.written += 1
+                    self.turn.notify_all()
+                if self.on_bytes is not None and moved:
+                    self.on_bytes(moved)
+        except BaseException:
+            with self.turn:
+                self.failed = True
+                self.turn.notify_all()
+            raise
+
+    def _fill(self, start: int, stop: int, data: Bytes) -> int:
+        """Put bytes [start, stop) of the file into `data` and note their digests; how many are of pieces."""
         moved = self._put_pieces(start, stop, data)
         for at, literal in self.image.literals:
             low, high = max(at, start), min(at + len(literal), stop)
@@ -87,9 +113,7 @@ class _Writing:
             first = (start - self.image.origin) // self.block_bytes
             for i, at in enumerate(range(0, len(data), self.block_bytes)):
                 self.digests[first + i] = checks.digest("xxh3-64", data[at : at + self.block_bytes])
-        self.writer.write(start, data)
-        if self.on_bytes is not None and moved:
-            self.on_bytes(moved)
+        return moved
 
     def _put_pieces(self, start: int, stop: int, data: Bytes) -> int:
         """Fill in the pieces that lie in [start, stop), zero the rest; the bytes filled."""
@@ -121,7 +145,7 @@ def write_image(
     threads: int = THREADS,
     on_bytes: Callable[[int], None] | None = None,
 ) -> NDArray[np.uint64]:
-    """Write an image through `writer` in chunks, on threads where the storage allows it.
+    """Write an image through `writer` in chunks, in order; threads fill the next ones meanwhile.
 
     Returns the xxh3-64 digests of the blocks of `block_bytes` (a divisor of `CHUNK_BYTES`) from `image.origin` on, or an
     empty array without `block_bytes`. Memory: one chunk per thread, and what `fill` needs.
@@ -129,22 +153,17 @@ def write_image(
     if block_bytes is not None and CHUNK_BYTES % block_bytes:
         raise ValueError(f"blocks of {block_bytes} bytes do not divide a chunk of {CHUNK_BYTES}")
     count = 0 if block_bytes is None else -(-(image.size - image.origin) // block_bytes)
-    work = _Writing(image, fill, writer, block_bytes, on_bytes, np.zeros(count, dtype=np.uint64))
     chunks = image.chunks()
-    if writer.ordered or threads <= 1 or len(chunks) == 1:
-        for start, stop in chunks:
-            work.chunk(start, stop)
-        return work.digests
+    digests = np.zeros(count, dtype=np.uint64)
+    writing = _Writing(image, fill, writer, block_bytes, on_bytes, digests, enumerate(chunks))
+    threads = min(threads, len(chunks))
+    if threads <= 1:
+        writing.work()
+        return digests
     with ThreadPoolExecutor(threads, thread_name_prefix="ucf-write") as pool:
-        futures = [pool.submit(work.chunk, start, stop) for start, stop in chunks]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-    return work.digests
+        for future in [pool.submit(writing.work) for _ in range(threads)]:
+            future.result()
+    return digests
 
 
 def stream(sizes: Sequence[int], fill: Fill, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, Bytes]]:

@@ -68,6 +68,8 @@ class FsspecWriter(Writer):
 class FsspecStore(Store):
     """A prefix of an fsspec file system."""
 
+    streams = 8  # requests in flight: an object store answers each slowly and many at once
+
     def __init__(self, filesystem: Any, root: str, url: str) -> None:  # fsspec is untyped
         self.filesystem, self.root, self.url = filesystem, root.rstrip("/"), url.rstrip("/")
 

@@ -57,6 +57,10 @@ class Reader:
         """As `Store.read_into`."""
         self._store.read_into(self._path, start, out)
 
+    def prefetch(self, start: int, nbytes: int) -> bool:
+        """Have a range brought into memory in the background. True when reading it in small steps is then fastest."""
+        return False
+
     def __enter__(self) -> Reader:
         return self
 
@@ -70,6 +74,8 @@ class Store(ABC):
     url: str
     alignment: int = 1
     """Reads and writes that start, end and lie in memory at multiples of this many bytes are fastest."""
+    streams: int = 1
+    """Reads at a time that are fastest: one where order counts (a disk reads ahead), more where latency does."""
 
     @abstractmethod
     def size(self, path: str) -> int:

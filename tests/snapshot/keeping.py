@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import ucformat
 from tests.snapshot import slotfill
+from tests.snapshot.gated import GatedFileSystem
 from ucformat.snapshot import persist
 from ucformat.snapshot.keeper import Keeper
 from ucformat.snapshot.orders import Event, Failed, KeeperOptions, Order, Persisted, Skipped
@@ -23,7 +24,7 @@ E = TypeVar("E")
 
 
 def options(directory: Path, url: Path | str | None = None, rank: int = 0, world: int = 1, **others: Any) -> KeeperOptions:
-    chosen = {"run": RUN, "timeout_s": PATIENCE_S, "imports": ("tests.snapshot.gated",), **others}
+    chosen = {"run": RUN, "timeout_s": PATIENCE_S, "imports": (GatedFileSystem.__module__,), **others}
     return KeeperOptions(str(directory), rank, world, persist_url=None if url is None else str(url), **chosen)
 
 

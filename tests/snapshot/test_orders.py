@@ -22,7 +22,7 @@ def pipe() -> Iterator[list[int]]:
 
 
 def test_messages_arrive_in_order_and_as_they_were(pipe: list[int]) -> None:
-    said = [
+    said: list[Command] = [
         Begin(KeeperOptions("/dev/shm/a", 3, 8, RUN, "s3://b/run", keep=2), 17),
         Order(1, 0, persist=True),
         Order(1, None, True),

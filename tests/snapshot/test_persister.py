@@ -10,7 +10,6 @@ import pytest
 
 import ucformat
 from tests.checkpoints import flip
-from tests.snapshot import gated
 from tests.snapshot.keeping import PATIENCE_S, RUN, assert_persisted, ends, hashed, make_slots, only, options, persist_all
 from ucformat.errors import NotACheckpointError
 from ucformat.formats import native
@@ -54,7 +53,6 @@ def test_a_version_is_stored_then_committed_and_nothing_else_is_left(tmp_path: P
 @pytest.mark.parametrize("scheme", ["", "memory://", "gated://"])
 def test_any_url_will_do(tmp_path: Path, gate: Path, slots: SlotSet, scheme: str) -> None:
     url = f"{scheme}{tmp_path}/run"
-    assert gated.GatedFileSystem.protocol == "gated"
     events = persist_all(options(tmp_path / "slots", url), hashed(slots, 7), hashed(slots, 8))
     assert ends(events) == [(Persisted, 7), (Persisted, 8)]
     assert_persisted(url, 7)
@@ -179,7 +177,7 @@ def test_another_rank_tells_rank_0_why_it_gives_up(tmp_path: Path, gate: Path) -
 
 def test_another_rank_hears_of_the_commit_or_that_there_is_none(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with make_slots(tmp_path / "slots", 1, 2) as slots:
+    with make_slots(tmp_path / "slots", 1, 2, count=4) as slots:
         late = persist_all(options(tmp_path / "slots", run, 1, 2, timeout_s=0.5), hashed(slots, 7))
         assert "rank 0: did not commit within 0.5 s" in only(Failed, late).message
         said: list[Event] = []
@@ -197,10 +195,9 @@ def test_another_rank_hears_of_the_commit_or_that_there_is_none(tmp_path: Path) 
         parts.put_part(open_store(str(run / "step-00000009")), RUN, Refusal(9, 0, "no space left"))
         open_store(str(run / "step-00000010")).remove()  # as the commit of a later version does
         work.join(PATIENCE_S)
-    assert sorted(ends(said), key=lambda end: end[1]) == [(Persisted, 8), (Failed, 9), (Failed, 10)]
-    whys = {event.step: event.message for event in said if isinstance(event, Failed)}
-    assert "rank 0: no space left" in whys[9]
-    assert "rank 0: gave it up" in whys[10]
+    assert sorted(ends(said), key=lambda end: end[1]) == [(Persisted, 8), (Failed, 9), (Skipped, 10)]
+    assert "rank 0: no space left" in only(Failed, said).message
+    assert "pruned since, or given up" in only(Skipped, said).why
 
 
 def test_a_version_that_a_rank_has_passed_by_is_given_up_when_a_later_one_is_committed(tmp_path: Path) -> None:
@@ -234,6 +231,24 @@ def test_a_commit_that_was_interrupted_is_made_up_without_the_slot(tmp_path: Pat
     work.run()
     assert [type(event) for event in said] == [Persisted]
     assert only(Persisted, said).nbytes == held.record.size
+    assert_persisted(tmp_path / "run", 7)
+
+
+def test_a_commit_whose_keeper_died_before_it_could_tell_is_told_and_tidied(tmp_path: Path, slots: SlotSet) -> None:
+    chosen = options(tmp_path / "slots", tmp_path / "run", keep=1)
+    persist_all(chosen, hashed(slots, 6))
+    held = hashed(slots, 7)
+    persist_all(options(tmp_path / "slots", tmp_path / "run"), held)
+    store = open_store(str(tmp_path / "run/step-00000007"))
+    store.put(parts.part_path(0, RUN), b"")
+    said: list[Event] = []
+    work = Persister(chosen, said.append)
+    work.submit(Order(7, None, persist=True, nbytes=5), None)
+    work.finish(drop=False)
+    work.run()
+    assert [type(event) for event in said] == [Persisted, Pruned]
+    assert not store.exists("parts")
+    assert ucformat.steps(str(tmp_path / "run")) == [7]
     assert_persisted(tmp_path / "run", 7)
 
 

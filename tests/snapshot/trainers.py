@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import ucformat
 from tests.snapshot.keeping import make_slots, options, take
 from ucformat.snapshot.keeper import Keeper
 
@@ -33,5 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert ucformat.__version__
     main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,8 @@ from ucformat.localdisk import aligned
 from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
 from ucformat.storage import Bytes, Reader
 
-THREADS = 4  # reads in flight: enough to keep a disk's queue full, few enough for small machines
+THREADS = 3  # one reads while the others verify and scatter
+AHEAD = 3  # tasks that are brought into memory before their turn
 GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 1 << 20  # read and hashed while still in the cache
@@ -41,6 +43,8 @@ class _Task:
     stop: int
     fresh: int
     """First byte that no earlier task has read."""
+    cached: bool = False
+    """Being brought into memory by the system: read it where it is verified."""
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     """(piece, first byte, one past the last byte)."""
 
@@ -137,6 +141,7 @@ class _Execution:
         self.checks: dict[int, Checks | None] = {}
         self.ledgers: dict[int, sums.Ledger] = {}
         self.scratch = threading.local()
+        self.failed = False
 
     def _check(self, plan: ReadPlan, want: int, cast: bool) -> bool:
         """Whether bytes can go straight into destination `want`; raises when it does not fit."""
@@ -155,20 +160,44 @@ class _Execution:
 
     def run(self, threads: int) -> None:
         tasks = self._tasks()
-        with torch.no_grad():
-            if len(tasks) <= 1 or threads <= 1:
-                for task in tasks:
-                    self._do(task)
-                return
-            with ThreadPoolExecutor(threads, thread_name_prefix="ucf-read") as pool:
-                futures = [pool.submit(self._do, task) for task in tasks]
-                try:
-                    for future in futures:
-                        future.result()
-                except BaseException:
-                    for future in futures:
-                        future.cancel()
-                    raise
+        count = min(threads, len(tasks))
+        waiting = iter(range(len(tasks)))
+        turn = threading.BoundedSemaphore(self.catalog.store.streams)
+        for task in tasks[:AHEAD]:
+            self._prefetch(task)
+        if count <= 1:
+            self._work(tasks, waiting, turn)
+            return
+        with ThreadPoolExecutor(count, thread_name_prefix="ucf-read") as pool:
+            for future in [pool.submit(self._work, tasks, waiting, turn) for _ in range(count)]:
+                future.result()
+
+    def _work(self, tasks: list[_Task], waiting: Iterator[int], turn: AbstractContextManager[object]) -> None:
+        """Take tasks in file order and read each when it is its turn; verify and scatter beside the next one's reading."""
+        try:
+            while True:
+                with turn:
+                    number = None if self.failed else next(waiting, None)
+                    if number is None:
+                        return
+                    if number + AHEAD < len(tasks):
+                        self._prefetch(tasks[number + AHEAD])
+                    data = self._fetch(tasks[number])
+                task = tasks[number]
+                with torch.no_grad():
+                    self._put(task, data)
+                if self.on_bytes is not None:
+                    self.on_bytes(sum(self._useful(*segment) for segment in task.segments))
+        except BaseException:
+            self.failed = True  # the other threads stop with the task in hand
+            raise
+
+    def _prefetch(self, task: _Task) -> None:
+        entry = self.catalog.files[task.file]
+        if entry.inline is None:
+            low, high = self._extent(task)
+            with self.catalog.store.reader(entry.path) as reader:
+                task.cached = reader.prefetch(low, high - low)
 
     # -- tasks ---------------------------------------------------------------------------------------------------
 
@@ -212,19 +241,41 @@ class _Execution:
 
     # -- one task ------------------------------------------------------------------------------------------------
 
-    def _do(self, task: _Task) -> None:
+    def _fetch(self, task: _Task) -> Bytes | None:
+        """The bytes of a task's extent in this thread's scratch memory; None when they are cached."""
         entry = self.catalog.files[task.file]
         if entry.inline is not None:
-            self._scatter(task, np.frombuffer(entry.inline, dtype=np.uint8)[task.start : task.stop], task.start)
-        else:
-            with self.catalog.store.reader(entry.path) as reader:
-                piece, start, stop = task.segments[0]
-                if len(task.segments) == 1 and self.flat[piece]:
-                    self._read_flat(task, reader, self._flat_dest(piece, start, stop))
-                else:
-                    self._read_scattered(task, reader)
-        if self.on_bytes is not None:
-            self.on_bytes(sum(self._useful(*segment) for segment in task.segments))
+            return np.frombuffer(entry.inline, dtype=np.uint8)[task.start : task.stop]
+        if task.cached:
+            return None
+        low, high = self._extent(task)
+        with self.catalog.store.reader(entry.path) as reader:
+            data = self._scratch(low, high - low)
+            reader.read_into(low, data)
+        return data
+
+    def _extent(self, task: _Task) -> tuple[int, int]:
+        """The bytes to read for a task: whole blocks where blocks have checksums."""
+        found = self.checks[task.file]
+        return (task.start, task.stop) if found is None else sums.widen(found, task.start, task.stop)
+
+    def _put(self, task: _Task, data: Bytes | None) -> None:
+        """Verify what was read for a task, or read it now, and put it where it belongs."""
+        if data is None:
+            self._read_cached(task)
+            return
+        low, high = self._extent(task) if self.catalog.files[task.file].inline is None else (task.start, task.stop)
+        for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
+            self._verify(task, start, data[start - low : stop - low])
+        self._scatter(task, data[task.start - low : task.stop - low], task.start)
+
+    def _read_cached(self, task: _Task) -> None:
+        with self.catalog.store.reader(self.catalog.files[task.file].path) as reader:
+            piece, start, stop = task.segments[0]
+            if len(task.segments) == 1 and self.flat[piece]:
+                self._read_flat(task, reader, self._flat_dest(piece, start, stop))
+            else:
+                self._read_scattered(task, reader)
 
     def _useful(self, piece: int, start: int, stop: int) -> int:
         if self.plan.contiguous[piece]:
@@ -248,15 +299,14 @@ class _Execution:
             self._verify(task, start, part)
         for start, stop in ((task.start, low), (high, task.stop)):
             if start < stop:
-                edge = _Task(task.file, start, stop, stop, [(task.segments[0][0], start, stop)])
+                edge = _Task(task.file, start, stop, stop, segments=[(task.segments[0][0], start, stop)])
                 self._read_scattered(edge, reader)
 
     def _read_scattered(self, task: _Task, reader: Reader) -> None:
         """Read into scratch memory, verify, copy out."""
-        found = self.checks[task.file]
-        low, high = (task.start, task.stop) if found is None else sums.widen(found, task.start, task.stop)
+        low, high = self._extent(task)
         data = self._scratch(low, high - low)
-        for start, stop in sums.steps(found, low, high, VERIFY_BYTES):
+        for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
             part = data[start - low : stop - low]
             reader.read_into(start, part)
             self._verify(task, start, part)

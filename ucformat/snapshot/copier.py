@@ -7,7 +7,7 @@ within its window. Chunks planned beside compute are paced. `finish` copies what
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,8 @@ from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan
 from ucformat.snapshot.clock import Span, now
 from ucformat.storage import Bytes
 
+POLL_S = 0.0005  # between two looks whether the place of a version is free: far shorter than any window worth filling
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -26,8 +28,10 @@ class Work:
     plan: CopyPlan
     fill: Fill
     """Puts bytes of the live tensors into place; counts pieces as the plan does."""
-    out: Sequence[Bytes]
-    """Where the bytes of each piece go."""
+    open: Callable[[], Sequence[Bytes] | None]
+    """Where the bytes of each piece go; None as long as the place is not free. Asked until it is."""
+    done: Callable[[], None] = lambda: None
+    """Called once, when every byte is in place: before the deadline if possible, on the copying thread then."""
 
 
 @dataclass(slots=True)
@@ -45,6 +49,10 @@ class Outcome:
     """Seconds from the deadline until all was copied."""
     busy_s: float = 0.0
     """Seconds spent copying."""
+    refused: bool = False
+    """The place was not free until the deadline: nothing was copied."""
+    finished: bool = False
+    """All is copied, and `Work.done` was called."""
     failure: Exception | None = None
     spans: list[Span] = field(default_factory=list)
     """Every copy, for the trace."""
@@ -58,6 +66,7 @@ class HostCopier:
         self._work: Work | None = None
         self._next = 0
         self._outcome = Outcome()
+        self._out: Sequence[Bytes] | None = None
         self._window: int | None = None
         self._until = 0.0
         self._step_began = 0.0
@@ -82,7 +91,7 @@ class HostCopier:
     def begin(self, work: Work) -> None:
         """Take on a version; the optimizer step that made it has ended."""
         with self._lock:
-            self._work, self._next, self._outcome = work, 0, Outcome()
+            self._work, self._next, self._outcome, self._out = work, 0, Outcome(), None
             self._order = np.argsort(work.plan.window == EXPOSED, kind="stable")
             self._by_position = {0 if window.after is None else window.after + 1: i for i, window in enumerate(work.plan.windows)}
             self._step_began = now()
@@ -117,8 +126,11 @@ class HostCopier:
             return outcome
         before = outcome.nbytes
         try:
-            while outcome.failure is None and self._next < len(work.plan):
+            outcome.refused = outcome.failure is None and not self._opened(work)
+            while outcome.failure is None and not outcome.refused and self._next < len(work.plan):
                 self._copy(work, self._take(), outcome)
+            if outcome.failure is None and not outcome.refused:
+                self._settle(work, outcome)
         except Exception as error:
             outcome.failure = error
         outcome.exposed = outcome.nbytes - before
@@ -151,11 +163,24 @@ class HostCopier:
                     outcome.windowed += size
                 else:
                     outcome.beside += size
+                if self._next >= len(work.plan):
+                    self._settle(work, outcome)
             except Exception as error:  # reported at the deadline: training must not die of it
                 outcome.failure = error
             with self._lock:
                 self._copying = False
                 self._lock.notify_all()
+
+    def _settle(self, work: Work, outcome: Outcome) -> None:
+        if not outcome.finished:
+            outcome.finished = True
+            work.done()
+
+    def _opened(self, work: Work) -> bool:
+        """Whether there is a place to copy to."""
+        if self._out is None:
+            self._out = work.open()
+        return self._out is not None
 
     def _take(self) -> int:
         chunk = int(self._order[self._next])
@@ -171,19 +196,28 @@ class HostCopier:
         kind = int(work.plan.window[chunk])
         seconds = float(work.plan.end[chunk] - work.plan.begin[chunk])
         time = now()
-        if kind == OVERLAP:
-            due = self._step_began + float(work.plan.begin[chunk])
-            return max(0.0, due - time)
         if kind == EXPOSED:
             return None
-        window = self._window
-        return 0.0 if window is not None and kind <= window and time + seconds <= self._until else None
+        if kind == OVERLAP:
+            due = self._step_began + float(work.plan.begin[chunk])
+            if due > time:
+                return due - time
+        else:
+            window = self._window
+            if window is None or kind > window or time + seconds > self._until:
+                return None
+        try:
+            return 0.0 if self._opened(work) else POLL_S
+        except Exception as error:
+            self._outcome.failure = error
+            return None
 
     def _copy(self, work: Work, chunk: int, outcome: Outcome) -> int:
         """Copy one chunk; its bytes."""
         piece, start, stop = (int(column[chunk]) for column in (work.plan.piece, work.plan.start, work.plan.stop))
+        assert self._out is not None
         began = now()
-        work.fill([Part(piece, start, stop, work.out[piece][start:stop])])
+        work.fill([Part(piece, start, stop, self._out[piece][start:stop])])
         ended = now()
         outcome.nbytes += stop - start
         outcome.busy_s += ended - began

@@ -37,7 +37,7 @@ __all__ = ["Keeper", "KeeperOptions"]
 
 STORING = 2  # versions that may wait for the storage at once: one is written, one is ready when that ends
 WAITING = 8  # versions that may wait for other ranks' parts; they hold no slot
-LIVES = 2  # keepers that may die over an order before the order is given up
+LIVES = 3  # keepers that may die over an order before the order is given up
 STEADY_S = 60.0  # a keeper that lived so long did not die of how it was started
 LONGEST_PAUSE_S = 60.0  # between starts of keepers that keep dying
 NICENESS = 10  # below the trainer, from the first import on
@@ -238,13 +238,14 @@ class Keeper:
         while self.alive() and not self._inbox.closed and time.monotonic() < deadline:
             self._inbox.wait(min(deadline - time.monotonic(), LISTEN_S))
             events += self._hear()
+        why = f"the keeper was stopped and had not finished within {timeout_s:g} s"
         try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            why = f"the keeper {_fate(self._process.wait(max(0.0, deadline - time.monotonic())))}{self._last_words()}"
         except subprocess.TimeoutExpired:
             self._kill()
         events += self._hear()
         self._release()
-        return events + self._abandon(f"the keeper was stopped and had not finished within {timeout_s:g} s")
+        return events + self._abandon(why)
 
     def _kill(self) -> None:
         assert self._process is not None

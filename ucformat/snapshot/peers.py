@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 
 from ucformat.formats.snapshot import rank_name, record_name
-from ucformat.snapshot.clock import now
 from ucformat.snapshot.slotfile import read_record
-
-WAIT_S = 0.002  # ranks reach a boundary within a millisecond or two of each other
 
 
 class Peers:
@@ -35,13 +32,6 @@ class Peers:
             if not common:
                 return None
         return max(common or (), default=None)
-
-    def await_step(self, step: int, seconds: float = WAIT_S) -> int | None:
-        """`complete`, after giving the others a moment to commit `step`."""
-        until = now() + seconds
-        while (found := self.complete()) != step and now() < until:
-            os.sched_yield()
-        return found
 
     def _step(self, record: str) -> int | None:
         try:

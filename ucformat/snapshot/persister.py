@@ -66,6 +66,10 @@ class Doing:
     """Whether the version depends on it."""
 
 
+class _GoneError(Exception):
+    """A version that this rank has stored is there no more, committed or not."""
+
+
 class Persister(threading.Thread):
     """Persists the versions it is given, in their order, until `finish`."""
 
@@ -118,10 +122,13 @@ class Persister(threading.Thread):
         """Any failure ends this version, and nothing else."""
         try:
             action()
+        except _GoneError:
+            del self._open[step]
+            self._emit(Skipped(step, "gone when this rank looked: committed and pruned since, or given up by rank 0"))
         except Exception as error:
-            self._open.pop(step, None)
+            version = self._open.pop(step, None)
             self._emit(Failed(step, told(error)))
-            self._give_up(step, error)
+            self._give_up(step, error, all_done=version is not None and version.overtaken_by is not None)
 
     # -- storing -------------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,11 @@ class Persister(threading.Thread):
         deadline = began + options.timeout_s
         store = self._persistently(step, "opening", deadline, lambda: self._version(step))
         if self._persistently(step, "looking for a commit", deadline, lambda: native.is_committed(store)):
-            self._emit(Skipped(step, f"{store.url} is committed already"))
+            if slot is None:  # a keeper that has died since made the commit
+                self._emit(Persisted(step, time.monotonic() - began, order.nbytes))
+            else:
+                self._emit(Skipped(step, f"{store.url} is committed already"))
+            self._make_room(store, step)
             return
         nbytes = order.nbytes
         if slot is not None:
@@ -197,8 +208,7 @@ class Persister(threading.Thread):
                 )
             del self._open[version.step]
             self._emit(Persisted(version.step, time.monotonic() - version.began, version.nbytes))
-            if self._options.rank == 0:
-                self._after_commit(store, version)
+            self._make_room(store, version.step)
             return
         if version.overtaken_by is not None or time.monotonic() > version.deadline:
             raise RankFailedError(f"persisting step {version.step}", self._late(version))
@@ -218,7 +228,7 @@ class Persister(threading.Thread):
         return len(version.parts) == len(world)
 
     def _is_committed(self, store: Store, version: Open) -> bool:
-        """Whether rank 0 has committed. Raises RankFailedError when it gave up: then it says so, or this rank's part is gone."""
+        """Whether rank 0 has committed. Raises RankFailedError when it gave up, _GoneError when there is nothing any more."""
         said = parts.answers(store, self._options.run)
         if native.is_committed(store):
             return True
@@ -226,7 +236,7 @@ class Persister(threading.Thread):
             why = parts.read_refusal(store, self._options.run, 0, version.step).why
             raise RankFailedError(f"persisting step {version.step}", {0: why})
         if self._options.rank not in said.parts:
-            raise RankFailedError(f"persisting step {version.step}", {0: "gave it up, or has removed it since"})
+            raise _GoneError
         return False
 
     def _late(self, version: Open) -> dict[int, str]:
@@ -237,9 +247,11 @@ class Persister(threading.Thread):
             span = f"for it, but has for step {version.overtaken_by}"
         return {rank: f"handed in nothing {span}" for rank in range(self._options.world) if rank not in version.parts}
 
-    def _after_commit(self, store: Store, version: Open) -> None:
-        """Make room. What fails here costs space, not the version."""
-        options, step = self._options, version.step
+    def _make_room(self, store: Store, step: int) -> None:
+        """Remove what a committed version makes superfluous, on rank 0. What fails here costs space, not the version."""
+        options = self._options
+        if options.rank:
+            return
         for other in self._open.values():
             if other.step < step:
                 other.overtaken_by, other.look_at = step, time.monotonic()
@@ -255,8 +267,12 @@ class Persister(threading.Thread):
         if gone:
             self._emit(Pruned(step, tuple(gone)))
 
-    def _give_up(self, step: int, error: BaseException) -> None:
-        """Leave nothing of a version that failed (rank 0), and tell the other ranks not to wait for it."""
+    def _give_up(self, step: int, error: BaseException, *, all_done: bool) -> None:
+        """Leave nothing of a version that failed (rank 0), and tell the others not to wait for it.
+
+        A rank that is still writing would make the directory anew and hand in its part: so the word has to stay there, until
+        a later version is committed. With `all_done` no rank is, and those that wait see that their parts are gone.
+        """
         rank = self._options.rank
         try:
             with self._at(step, "clearing up", time.monotonic() + self._options.timeout_s, essential=False):
@@ -265,7 +281,7 @@ class Persister(threading.Thread):
                     return
                 if rank == 0:
                     store.remove()
-                if self._options.world > 1 and (rank == 0 or not isinstance(error, RankFailedError)):  # that came from rank 0
+                if self._options.world > 1 and not (all_done or (rank and isinstance(error, RankFailedError))):
                     parts.put_part(store, self._options.run, Refusal(step, rank, told(error)))
         except Exception as other:
             self._emit(Trouble(step, f"clearing up: {told(other)}"))

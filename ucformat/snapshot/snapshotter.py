@@ -14,7 +14,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +43,7 @@ from ucformat.storage import Bytes
 
 WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
 RATE_DRIFT = 0.25  # of the planned copy rate: more asks for a new plan
+GATE_DRIFT = 0.2  # of all idle time: so much more or less of waiting for a slot asks for a new plan
 OPENING_S = 0.0002  # from the opening of a window to the first byte: a thread has to wake up
 OnError = Literal["skip", "raise"]
 
@@ -51,10 +53,17 @@ class _Taking:
     """A version that is being copied."""
 
     report: StepReport
-    slot: Slot
     boundary: Boundary
-    plan: CopyPlan
+    chosen: list[int]
+    """Pieces that the plan copies, in its order."""
     began: float
+    """When the step began, on the monotonic clock."""
+    slot: Slot | None = None
+    """Where it goes; None until a slot is free."""
+    gate: float = 0.0
+    """Seconds into the step until there was a slot."""
+    staged: dict[int, Bytes] = field(default_factory=dict)
+    """What had to be copied at the boundary and has no place yet."""
 
 
 class Snapshotter:
@@ -85,6 +94,8 @@ class Snapshotter:
         self.schedule: object | None = schedule
         self.every, self.on_error, self.slot_count = every, on_error, slots
         self.group: Group = current(process_group)
+        self.enabled = True
+        """Set to False, on all ranks, to go without snapshots and what comes with them until set to True again."""
         self.clock = StepClock(self._opened, self._closed)
         self.trace_log = Trace(self.group.rank)
         self._report = Report()
@@ -101,6 +112,7 @@ class Snapshotter:
         self._places: dict[int, list[Bytes]] = {}
         self._newest: int | None = None
         self._typical_rate: float | None = None
+        self._gate = self._typical_gate = 0.0
         self._hooks = hooks.before_update(hooks.optimizers(state), self.deadline)
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
@@ -117,6 +129,8 @@ class Snapshotter:
         """Begin a snapshot of the state as it is now: call it right after the optimizer step. Every rank calls it."""
         began = now()
         self.deadline()
+        if not self.enabled:
+            return
         report = StepReport(step)
         self.trace_log.begin()
         try:
@@ -154,7 +168,7 @@ class Snapshotter:
         taking, copier = self._taking, self._copier
         if taking is None or copier is None or not copier.active:
             return None
-        return taking.report.step, copier.copied, sum(piece.nbytes for piece in taking.plan.pieces)
+        return taking.report.step, copier.copied, sum(len(self._places[min(self._places)][i]) for i in taking.chosen)
 
     def report(self) -> Report:
         """What happened so far."""
@@ -187,45 +201,72 @@ class Snapshotter:
             report.skipped = f"every {self.every} steps"
             return
         boundary = look(self.state, share, self.group)
-        slot = slots.begin(self._complete())
-        if slot is None:
-            self._report.skipped += 1
-            report.skipped = "no free slot: others are read, or still needed until all ranks have the next version"
-            return
-        fill = TensorFill(boundary.views, [spec.kind for spec, _ in share.keys[: share.pieces]])
-        out = self._places[slot.index]
-        for i, stable in enumerate(boundary.stable):
-            if not stable:
-                fill([Part(i, 0, len(out[i]), out[i])])
+        taking = _Taking(report, boundary, np.flatnonzero(boundary.stable).tolist(), now())
+        self._open(taking)
+        self._copy_at_boundary(taking, fill := TensorFill(boundary.views, [spec.kind for spec, _ in share.keys[: share.pieces]]))
         plan = self._plan(share, boundary)
         report.mode, report.predicted_ms, report.window_use = plan.taken, plan.exposed * 1e3, plan.window_use
         report.nbytes = share.nbytes
-        chosen = np.flatnonzero(boundary.stable)
-        self._taking = _Taking(report, slot, boundary, plan, began)
-        copier.begin(Work(plan, _renumber(fill, chosen.tolist()), [out[i] for i in chosen.tolist()]))
+        self._taking = taking
+        copier.begin(Work(plan, _renumber(fill, taking.chosen), partial(self._open, taking), partial(self._store, taking)))
 
-    def _commit(self, taking: _Taking, outcome: Outcome) -> None:
-        report, share, slots = taking.report, self._share, self._slots
+    def _open(self, taking: _Taking) -> list[Bytes] | None:
+        """The places of the pieces that are copied by plan, once there is a slot. Any thread."""
+        assert self._slots is not None
+        if taking.slot is None:
+            taking.slot = self._slots.begin(self._complete(taking.report.step))
+            taking.gate = now() - taking.began
+        if taking.slot is None:
+            return None
+        out = self._places[taking.slot.index]
+        for i, data in taking.staged.items():
+            out[i][:] = data
+        taking.staged = {}
+        return [out[i] for i in taking.chosen]
+
+    def _copy_at_boundary(self, taking: _Taking, fill: TensorFill) -> None:
+        """Copy what may change before the next optimizer step, aside as long as there is no slot."""
+        for i, stable in enumerate(taking.boundary.stable):
+            if stable:
+                continue
+            length = len(self._places[min(self._places)][i])
+            if taking.slot is None:
+                taking.staged[i] = np.empty(length, dtype=np.uint8)
+            place = taking.staged[i] if taking.slot is None else self._places[taking.slot.index][i]
+            fill([Part(i, 0, length, place)])
+
+    def _store(self, taking: _Taking) -> None:
+        """All is in place: the version is valid from now on. Any thread."""
+        share, slots = self._share, self._slots
         assert share is not None
         assert slots is not None
+        assert taking.slot is not None
+        slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
+        self._newest = taking.report.step
+
+    def _commit(self, taking: _Taking, outcome: Outcome) -> None:
+        report = taking.report
         report.windowed, report.beside, report.exposed = outcome.windowed, outcome.beside, outcome.exposed
         if outcome.failure is not None:
             raise outcome.failure
-        slots.commit(taking.slot, report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
-        self._newest = report.step
+        if outcome.refused:
+            report.skipped = "no free slot: others are read, or still needed until all ranks have the next version"
+            self._report.skipped += 1
+            return
         self._report.taken += 1
-        self._learn(outcome)
+        self._learn(outcome, taking.gate)
 
-    def _complete(self) -> int | None:
+    def _complete(self, step: int) -> int | None:
         """The newest step that all ranks are known to hold, see `SlotSet.begin`."""
         if self.group.size == 1 or self._newest is None:
             return None
         assert self._peers is not None
+        assert self._slots is not None
         if self._peers.all_here():
-            return self._peers.await_step(self._newest)
+            return self._peers.complete()
         # Ranks on other hosts can't be seen. They have passed the optimizer step before this one, since this step's
-        # collectives ran, so they hold the version before the newest: two slots then skip every other step.
-        return self._newest - self.every
+        # collectives ran, so they hold what is older than that: two slots then skip every other step.
+        return max((held for held in self._slots.steps if held < step - 1), default=None)
 
     def _fail(self, report: StepReport, error: Exception) -> None:
         report.skipped = f"{type(error).__name__}: {error}"
@@ -266,7 +307,7 @@ class Snapshotter:
         ]
         if self._drift is None:
             return bubbles.plan(Track.whole(self._typical_seconds()), pieces, self._rates, "overlap")
-        plan = bubbles.plan(self._drift.planned, pieces, self._rates, self.mode)
+        plan = bubbles.plan(_after(self._drift.planned, self._gate), pieces, self._rates, self.mode)
         self._current = boundary.stable, plan
         self._report.plan = f"{plan.taken}: {plan.reason}"
         return plan
@@ -310,10 +351,14 @@ class Snapshotter:
         if strategy is None or strategy.schedule is None or any(times is None for times in known):
             return None
         united = Times.united(times for times in known if times is not None)
-        return replay(strategy.schedule, united).tracks[strategy.rank]
+        return _as_run(replay(strategy.schedule, united).tracks[strategy.rank], tracks)
 
-    def _learn(self, outcome: Outcome) -> None:
-        """Rates from what was just copied, smoothed; a plan whose rates are off is made anew."""
+    def _learn(self, outcome: Outcome, gate: float) -> None:
+        """What was just measured of rates, and of waiting for a slot, smoothed; a plan that is off is made anew."""
+        self._typical_gate += 0.2 * (gate - self._typical_gate)
+        if self._drift is not None and abs(self._typical_gate - self._gate) > GATE_DRIFT * self._drift.planned.idle:
+            self._gate = self._typical_gate
+            self._replan()
         if outcome.busy_s <= 0 or not outcome.nbytes:
             return
         seen = outcome.nbytes / outcome.busy_s
@@ -341,6 +386,19 @@ class Snapshotter:
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """A contiguous tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _after(track: Track, seconds: float) -> Track:
+    """What is left of a step when its first `seconds` are over."""
+    seconds = min(seconds, track.seconds / 2)  # a plan needs a step to lie in
+    return Track(np.maximum(track.start - seconds, 0.0), np.maximum(track.stop - seconds, 0.0), track.seconds - seconds)
+
+
+def _as_run(planned: Track, measured: list[Track]) -> Track:
+    """`planned` as this loop runs it: a rank that does not wait for the others before its optimizer idles after it instead."""
+    rest = float(np.median([track.seconds - track.stop[-1] for track in measured]))
+    late = max(0.0, planned.seconds - float(planned.stop[-1]) - rest)
+    return Track(planned.start + late, planned.stop + late, planned.seconds)
 
 
 def _renumber(fill: TensorFill, chosen: list[int]) -> Any:

@@ -6,7 +6,7 @@ step; the state is walked at every boundary, and its pieces must be those that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ Key = tuple[TensorSpec, Box]
 class MovedError(UcformatError):
     """The state is no longer laid out as it was when the slots were made."""
 
-    def __init__(self, missing: Sequence[Key]) -> None:
-        self.missing = tuple(missing)
-        names = ", ".join(sorted({spec.name for spec, _ in missing})[:5])
-        super().__init__(f"the state has changed its layout: {names} is not there as it was; make a new Snapshotter")
+    def __init__(self, moved: Iterable[Key]) -> None:
+        self.moved = tuple(moved)
+        names = ", ".join(sorted({spec.name for spec, _ in self.moved})[:5])
+        super().__init__(f"the state has changed its layout: {names} is not there as it was, or new; make a new Snapshotter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Share:
     """The pieces, and the tensors without elements."""
     pieces: int
     """How many of the keys have elements: the first ones."""
+    held: frozenset[Key]
+    """All pieces of this rank's state, those that other ranks keep included."""
     aliases: Mapping[str, str]
     mesh: Mapping[str, int]
     coords: Mapping[str, int] | None
@@ -66,13 +68,14 @@ class Share:
 def agree(state: Mapping[str, object], group: Group) -> Share:
     """Divide the state over the ranks. Every rank of `group` calls it; exchanges as a save does."""
     collected = collect(state, group)
-    division = divide(collected, group, check_replicas=False)
+    division = divide(collected, group, check_replicas=True)
     keys = [(piece.spec, piece.box) for piece in division.pieces]
     alone = _attempt(state, group.rank)
     unknown = alone is None or not {(p.spec, p.box) for p in alone.pieces} >= set(keys)
     return Share(
         (*keys, *((spec, Box.whole(spec.shape)) for spec in division.empty)),
         len(keys),
+        frozenset((piece.spec, piece.box) for piece in collected.pieces),
         division.aliases,
         division.mesh,
         collected.coords,
@@ -92,11 +95,9 @@ def look(state: Mapping[str, object], share: Share, group: Group) -> Boundary:
     """The state as it is now. Raises MovedError when it is laid out in another way than the share."""
     collected = collect(state, group if share.together else Group(group.rank))
     held: dict[Key, Piece] = {(piece.spec, piece.box): piece for piece in collected.pieces}
-    wanted = share.keys[: share.pieces]
-    missing = [key for key in wanted if key not in held]
-    if missing:
-        raise MovedError(missing)
-    views = tuple(held[key].view for key in wanted)
+    if held.keys() != share.held:
+        raise MovedError(held.keys() ^ share.held)
+    views = tuple(held[key].view for key in share.keys[: share.pieces])
     lasting = _lasting(state)
     computes = {view.device.type for view in views} - {"cpu"}
     return Boundary(

@@ -1,0 +1,390 @@
+"""The engine in real training loops: what it keeps is the state after the step, whatever runs meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ucformat
+from benchmarks.snapshot_loop import Loop, Setting
+from tests.reshard.ranks import on_ranks, same
+from ucformat.errors import NotACheckpointError
+from ucformat.image import Part
+from ucformat.reshard.fill import TensorFill
+from ucformat.snapshot.bubbles import Mode
+from ucformat.snapshot.snapshotter import Snapshotter
+from ucformat.snapshot.sources import MovedError
+
+STEPS = 8  # the first plan is made in the fourth
+
+
+class Training:
+    """A loop of one's own in one process: batch norm and dropout change what they keep within the step."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Dropout(0.1), nn.Linear(256, 8))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.rng = torch.get_rng_state()
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "rng": self.rng, "step": 0}
+        self.directory = str(directory / "slots")
+        self.snap = Snapshotter(self.state, directory=self.directory, **options)
+        self.done = 0
+
+    def update(self) -> None:
+        """Forward, backward and update: the counter and the random state change while the last version is copied."""
+        self.state["step"] = -1
+        with self.snap.compute("forward"):
+            self.rng.fill_(0)
+            loss = self.model(torch.randn(16, 64)).square().mean()
+        with self.snap.compute("backward"):
+            self.optimizer.zero_grad()
+            loss.backward()
+        self.optimizer.step()
+        self.done += 1
+
+    def take(self) -> None:
+        self.rng.copy_(torch.get_rng_state())
+        self.state["step"] = self.done
+        self.snap.take(self.done)
+
+    def truth(self) -> dict[str, torch.Tensor]:
+        """A copy of all tensors by canonical name, gathered without ucformat."""
+        found = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            found.update((f"optimizer/{name}/{key}", value) for key, value in self.optimizer.state[parameter].items())
+        return {name: tensor.detach().clone() for name, tensor in {**found, "rng": self.rng}.items()}
+
+    def kept(self) -> tuple[int | None, dict[str, torch.Tensor]]:
+        """The newest version in memory."""
+        found = ucformat.open(self.directory)
+        return found.step, {name: found[name][...] for name in found}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+
+
+def assert_kept(training: Training, step: int, truth: dict[str, torch.Tensor]) -> None:
+    found, tensors = training.kept()
+    assert found == step
+    assert sorted(tensors) == sorted(truth)
+    assert [name for name in truth if not same(tensors[name], truth[name])] == []
+    assert ucformat.load(training.directory)["step"] == step
+
+
+@pytest.mark.parametrize("mode", ["auto", "bubble", "overlap", "blocking"])
+def test_a_snapshot_is_the_state_after_its_step_while_training_goes_on(place: Path, mode: Mode) -> None:
+    training = Training(place, mode=mode, on_error="raise")
+    for step in range(1, STEPS + 1):
+        training.update()
+        training.take()
+        truth = training.truth()
+        training.update()  # its optimizer step is the deadline of the copies
+        assert_kept(training, 2 * step - 1, truth)
+        training.take()
+    report = training.snap.report()
+    training.snap.close()
+    assert (report.taken, report.skipped, report.failed) == (2 * STEPS, 0, 0)
+    assert report.plan
+
+
+def test_storages_that_the_optimizer_or_the_loop_replaces_are_followed(place: Path) -> None:
+    training = Training(place, on_error="raise")
+    for step in range(1, STEPS + 1):
+        training.update()
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data.clone() + 1
+            training.optimizer.state[parameter]["exp_avg"] = torch.rand_like(parameter)
+        training.take()
+        truth = training.truth()
+        training.snap.deadline()
+        assert_kept(training, step, truth)
+    training.snap.close()
+
+
+def change_layout(training: Training, how: str) -> None:
+    if how == "another shape":
+        training.state["rng"] = torch.zeros(3)
+    elif how == "a new tensor":
+        training.state["extra"] = torch.zeros(3)
+    else:
+        del training.state["rng"]
+
+
+@pytest.mark.parametrize("how", ["another shape", "a new tensor", "one less"])
+def test_a_state_laid_out_anew_is_counted_and_training_goes_on(place: Path, how: str) -> None:
+    training = Training(place)
+    for _ in range(3):
+        training.update()
+        training.take()
+    change_layout(training, how)
+    for _ in range(3):
+        training.update()
+        training.take()
+    training.snap.close()
+    report = training.snap.report()
+    assert (report.taken, report.failed) == (3, 3)
+    assert all("MovedError" in text for text in report.failures)
+    assert training.kept()[0] == 3  # the last whole version stays
+
+
+def test_a_state_laid_out_anew_raises_if_asked(place: Path) -> None:
+    training = Training(place, on_error="raise")
+    training.update()
+    training.take()
+    training.state["extra"] = torch.zeros(3)
+    training.update()
+    with pytest.raises(MovedError, match="extra"):
+        training.take()
+    training.snap.close()
+
+
+class Broken:
+    """Copies until it shall not."""
+
+    def __init__(self) -> None:
+        self.works = True
+        self.real = TensorFill.__call__
+
+    def __call__(self, fill: TensorFill, parts: Sequence[Part]) -> None:
+        if not self.works:
+            raise OSError("the memory is gone")
+        self.real(fill, parts)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Broken:
+    copier = Broken()
+    monkeypatch.setattr(TensorFill, "__call__", lambda fill, parts: copier(fill, parts))
+    return copier
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocking"])
+def test_a_copy_that_fails_is_counted_and_the_version_before_stays(place: Path, broken: Broken, mode: Mode) -> None:
+    training = Training(place, mode=mode)
+    training.update()
+    training.take()
+    truth = training.truth()
+    training.update()
+    broken.works = False
+    training.take()
+    training.update()
+    assert_kept(training, 1, truth)
+    broken.works = True
+    training.take()
+    truth = training.truth()
+    training.snap.close()
+    assert_kept(training, 3, truth)
+    report = training.snap.report()
+    assert (report.taken, report.failed) == (2, 1)
+    assert "step 2: OSError: the memory is gone" in report.failures[0]
+
+
+def test_a_copy_that_fails_raises_if_asked(place: Path, broken: Broken) -> None:
+    training = Training(place, on_error="raise")
+    training.update()
+    training.take()
+    training.update()
+    broken.works = False
+    with pytest.raises(OSError, match="the memory is gone"):  # at the boundary, or at the deadline of its optimizer step
+        for _ in range(2):
+            training.take()
+            training.update()
+    training.snap.close()
+
+
+def test_every_third_step_is_taken_if_asked(place: Path) -> None:
+    training = Training(place, every=3, on_error="raise")
+    for _ in range(10):
+        training.update()
+        training.take()
+    training.snap.close()
+    report = training.snap.report()
+    assert [step.step for step in report.done()] == [3, 6, 9]
+    assert report.taken == 3
+    assert training.kept()[0] == 9
+
+
+def test_an_engine_that_is_switched_off_copies_nothing_until_it_is_on_again(place: Path) -> None:
+    training = Training(place, on_error="raise")
+    for _ in range(6):
+        training.update()
+        training.snap.enabled = training.done not in (3, 4)
+        training.take()
+    training.snap.close()
+    assert [step.step for step in training.snap.report().done()] == [1, 2, 5, 6]
+    assert training.kept()[0] == 6
+
+
+def test_the_report_accounts_for_every_byte_and_tells_the_plan(place: Path) -> None:
+    training = Training(place, on_error="raise")
+    for _ in range(STEPS):
+        training.update()
+        training.take()
+    training.snap.close()
+    report = training.snap.report()
+    assert [step.step for step in report.steps] == list(range(1, STEPS + 1))
+    boundary = sum(t.nbytes for name, t in training.truth().items() if "running" in name or "num" in name or name == "rng")
+    for step in report.done():
+        assert step.windowed + step.beside + step.exposed == step.nbytes - boundary
+        assert step.waited_ms == step.boundary_ms + step.exposed_ms >= 0
+    assert f"snapshots: {STEPS} taken, 0 skipped, 0 failed" in str(report)
+    assert report.plan in str(report)
+
+
+def test_the_trace_shows_compute_idle_time_copies_and_waits(place: Path) -> None:
+    training = Training(place, on_error="raise")
+    for _ in range(STEPS):
+        training.update()
+        training.take()
+    training.snap.close()
+    training.snap.trace(str(place / "trace.json"))
+    events = json.loads((place / "trace.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    drawn = [(lanes[e["tid"]], e["name"]) for e in events if e["ph"] == "X"]
+    assert {("compute", "forward"), ("compute", "backward"), ("wait", "boundary"), ("wait", "deadline")} <= set(drawn)
+    assert {lane for lane, _ in drawn} >= {"idle", "copy"}
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_slots_outlive_the_engine_unless_they_are_removed(place: Path) -> None:
+    training = Training(place, on_error="raise")
+    training.update()
+    training.take()
+    truth = training.truth()
+    training.snap.close()
+    assert_kept(training, 1, truth)
+
+    again = Snapshotter(training.state, directory=training.directory, on_error="raise")
+    again.take(2)
+    again.close(remove=True)
+    assert not Path(training.directory).exists()
+
+
+def test_memory_that_is_too_small_is_told_before_anything_is_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(place, slots=1_000_000_000)
+    training.update()
+    training.take()
+    training.update()
+    training.snap.close()
+    report = training.snap.report()
+    assert (report.taken, report.failed) == (0, 1)
+    assert "SnapshotMemoryError" in report.failures[0]
+    with pytest.raises(NotACheckpointError):
+        ucformat.open(training.directory)
+
+
+# -- on two ranks --------------------------------------------------------------------------------------------------------
+
+
+def pipeline(setting: Setting, directory: str) -> tuple[int, int, int, str]:
+    """Train, and compare every other version with a copy of the state; what the engine says of it."""
+    loop = Loop(setting, directory)
+    loop.snap.on_error = "raise"
+    for _ in range(STEPS):
+        loop.step()
+        truth = {name: tensor.clone() for name, tensor in loop.tensors().items()}
+        loop.compute()
+        loop.update()
+        dist.barrier()
+        found = ucformat.open(directory)
+        assert found.step == loop.done - 1
+        assert [name for name, tensor in truth.items() if not same(found[name][...], tensor)] == []
+        assert ucformat.load(directory)["step"] == loop.done - 1
+        dist.barrier()
+        loop.snap.take(loop.done)
+    loop.snap.close()
+    report = loop.snap.report()
+    return report.taken, report.skipped, report.failed, report.strategy
+
+
+@pytest.mark.parametrize("mode", ["auto", "bubble"])
+@pytest.mark.parametrize("compute", ["timed", "matmul"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_every_snapshot_of_a_pipeline_is_the_state_of_one_step_on_all_ranks(
+    place: Path, schedule: Any, compute: Any, mode: Mode
+) -> None:
+    setting = Setting(schedule, compute, 6, 0.005, mode, whole_update=True)
+    ranks = on_ranks(2, pipeline, setting, str(place / "slots"))
+    for rank, (taken, skipped, failed, strategy) in enumerate(ranks):
+        assert (taken, skipped, failed) == (2 * STEPS, 0, 0)
+        assert strategy.startswith("pp 2: ")
+        assert f"rank {rank} holds" in strategy
+
+
+def ahead(directory: str) -> list[int]:
+    """Ranks that do not wait for each other at the boundary: each keeps what the slower one still needs."""
+    torch.manual_seed(dist.get_rank())
+    weight = nn.Parameter(torch.rand(512, 512))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    snap = Snapshotter({"model": {f"w{dist.get_rank()}": weight}, "optimizer": optimizer}, directory=directory, on_error="raise")
+    seen = []
+    for step in range(1, 7):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        snap.take(step)
+        if step > 1:  # both ranks have begun this step, so both have the one before: it is there at any moment
+            found = ucformat.open(directory).step
+            assert found is not None
+            seen.append(found)
+        dist.barrier()
+    snap.close()
+    return seen
+
+
+def test_at_every_moment_a_version_is_there_that_all_ranks_have(place: Path) -> None:
+    for seen in on_ranks(2, ahead, str(place / "slots")):
+        assert len(seen) == 5
+        assert seen == sorted(seen)
+
+
+def replicated(directory: str) -> tuple[int, int, bool]:
+    """The same weights on both ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.Adam(model.parameters())
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "rng": ucformat.rank_local(torch.full((4,), dist.get_rank())),
+    }
+    snap = Snapshotter(state, directory=directory, on_error="raise")
+    for step in range(1, 4):
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        snap.take(step)
+    truth = model.weight.detach().clone()
+    snap.close()
+    dist.barrier()
+    whole = sum(t.nbytes for t in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())))
+    return snap.report().slot_bytes, whole + 4 * 8 * 2, same(ucformat.open(directory)["model/weight"][...], truth)
+
+
+def test_replicas_are_kept_once(place: Path) -> None:
+    ranks = on_ranks(2, replicated, str(place / "slots"))
+    assert sum(mine for mine, _, _ in ranks) == ranks[0][1]
+    assert all(equal for _, _, equal in ranks)
+
+
+def clash(directory: str) -> tuple[int, str]:
+    """Two stages whose parameters have one name: they must not be taken for replicas."""
+    torch.manual_seed(dist.get_rank())
+    snap = Snapshotter({"model": nn.Linear(4, 4)}, directory=directory)
+    snap.take(1)
+    snap.close()
+    return snap.report().failed, "\n".join(snap.report().failures)
+
+
+def test_different_tensors_of_one_name_are_not_taken_for_replicas(place: Path) -> None:
+    for failed, why in on_ranks(2, clash, str(place / "slots")):
+        assert failed == 1
+        assert "different contents" in why
