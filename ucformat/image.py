@@ -20,7 +20,7 @@ from ucformat.box import Ints
 from ucformat.localdisk import aligned
 from ucformat.storage import Bytes, Writer
 
-CHUNK_BYTES = 4 << 20  # filled, hashed and written by one thread: long enough for full disk speed
+CHUNK_BYTES = 2 << 20  # filled, hashed and written while it is in the cache; longer ones are not faster
 THREADS = 3  # chunks in flight: one is written while the next are filled
 STREAM_ALIGN = 64  # bytes; pieces that share a chunk start at multiples of it, so that any dtype can be viewed in place
 

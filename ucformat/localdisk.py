@@ -1,18 +1,17 @@
-"""The local disk as a Store: what the page cache holds is copied from there, the rest goes past it.
+"""The local disk as a Store: reads through the page cache, with hints of what comes next; writes past it.
 
-Direct I/O needs memory, offsets and lengths in multiples of `ALIGNMENT`; whatever does not fit goes through an aligned
-bounce buffer (reads) or the page cache (writes).
+Direct I/O needs memory, offsets and lengths in multiples of `ALIGNMENT`; what does not fit is written through the page
+cache. Reads through the page cache were the faster ones in measurements: the kernel reads ahead while we verify, and ranks of a host
+share what was read.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,10 +21,6 @@ from ucformat.storage import Bytes, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
-BOUNCE_BYTES = 1 << 20  # stays in the L2 cache between the disk's write and our copy
-DIRECT_BYTES = 1 << 40
-_CACHESTAT = 451  # Linux ≥ 6.5, the same number on every architecture
-_libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -40,16 +35,6 @@ def aligned(nbytes: int) -> Bytes:
     return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
 
 
-class _Bounce(threading.local):
-    """One aligned buffer per thread."""
-
-    def __init__(self) -> None:
-        self.buffer = aligned(BOUNCE_BYTES)
-
-
-_bounce = _Bounce()
-
-
 def _open_direct(path: str, flags: int) -> int | None:
     """A direct-I/O descriptor, or None where the file system has none (tmpfs, some network disks)."""
     try:
@@ -60,109 +45,39 @@ def _open_direct(path: str, flags: int) -> int | None:
         raise
 
 
-def _resident(fd: int, start: int, nbytes: int) -> bool:
-    """Whether most of a range is in the page cache. Asking must not start a read-ahead, which would fight direct I/O."""
-    asked = (ctypes.c_uint64 * 2)(start, nbytes)
-    told = (ctypes.c_uint64 * 5)()
-    if _libc.syscall(_CACHESTAT, fd, asked, told, 0) == 0:
-        return 2 * int(told[0]) * ALIGNMENT > nbytes
-    return _resident_by_mapping(fd, start, nbytes)
-
-
-def _resident_by_mapping(fd: int, start: int, nbytes: int) -> bool:
-    """The same for kernels before 6.5, which tell only of mapped pages."""
-    first = start // ALIGNMENT * ALIGNMENT
-    try:
-        with mmap.mmap(fd, start + nbytes - first, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=first) as view:
-            memory = np.frombuffer(view, dtype=np.uint8)
-            pages = np.zeros(-(-len(memory) // ALIGNMENT), dtype=np.uint8)
-            failed = _libc.mincore(
-                ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), ctypes.c_void_p(pages.ctypes.data)
-            )
-            del memory
-    except (OSError, ValueError, AttributeError):
-        return False  # past the end of the file, not mappable, or another system: the read itself will tell
-    return not failed and 2 * int((pages & 1).sum()) > len(pages)
-
-
-def _read_plain(fd: int, start: int, out: memoryview) -> int:
-    done = 0
-    while done < len(out):
-        got = os.preadv(fd, [out[done:]], start + done)
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-def _read_direct(fd: int, start: int, out: memoryview) -> int:
-    """Read past the page cache: straight into `out` where it is aligned, else through the thread's bounce buffer."""
-    buffer = memoryview(_bounce.buffer)
-    address = np.frombuffer(out, dtype=np.uint8).ctypes.data
-    if start % ALIGNMENT == 0 and address % ALIGNMENT == 0:
-        body = len(out) // ALIGNMENT * ALIGNMENT
-        done = _read_plain(fd, start, out[:body])
-        if done < body:
-            return done
-    else:
-        done = 0
-    while done < len(out):
-        at = start + done
-        skip = at % ALIGNMENT
-        want = min(len(out) - done, BOUNCE_BYTES - skip)
-        span = -(-(skip + want) // ALIGNMENT) * ALIGNMENT
-        got = max(0, min(os.preadv(fd, [buffer[:span]], at - skip) - skip, want))
-        if got == 0:
-            break
-        out[done : done + got] = buffer[skip : skip + got]
-        done += got
-    return done
-
-
 class LocalReader(Reader):
-    """Two descriptors of one file: the page cache's and, once needed, one that passes it by."""
+    """One open file, read through the page cache: the kernel reads ahead there while we verify and copy."""
 
     def __init__(self, store: LocalStore, path: str, full: str) -> None:
         super().__init__(store, path)
         self._full = full
-        self._direct: int | None = None
-        self._tried = False
         try:
-            self._plain = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             raise MissingFileError(full) from None
         except OSError as error:
             raise StorageError(full, error) from error
 
+    def prefetch(self, start: int, nbytes: int) -> bool:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+        return True
+
     def read_into(self, start: int, out: Bytes) -> None:
-        view = memoryview(out)
+        view, done = memoryview(out), 0
         try:
-            done = self._read(start, view)
+            while done < len(view):
+                got = os.preadv(self._fd, [view[done:]], start + done)
+                if got == 0:
+                    raise FormatError(self._full, f"the file ends at byte {start + done}", start, start + len(view))
+                done += got
         except IsADirectoryError:
             raise MissingFileError(self._full, "is a directory") from None
         except OSError as error:
             raise StorageError(self._full, error, start, start + len(view)) from error
-        if done < len(view):
-            raise FormatError(self._full, f"the file ends at byte {start + done}", start, start + len(view))
-
-    def prefetch(self, start: int, nbytes: int) -> bool:
-        if not _resident(self._plain, start, nbytes):
-            os.posix_fadvise(self._plain, start, nbytes, os.POSIX_FADV_WILLNEED)
-        return True
-
-    def _read(self, start: int, view: memoryview) -> int:
-        done = 0
-        if len(view) >= DIRECT_BYTES and not _resident(self._plain, start, len(view)):
-            if not self._tried:
-                self._tried, self._direct = True, _open_direct(self._full, os.O_RDONLY)
-            if self._direct is not None:
-                done = _read_direct(self._direct, start, view)
-        return done + _read_plain(self._plain, start + done, view[done:])
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._plain)
-        if self._direct is not None:
-            os.close(self._direct)
+        os.close(self._fd)
 
 
 class LocalWriter(Writer):
@@ -172,9 +87,9 @@ class LocalWriter(Writer):
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.part, self.size = path, path + ".part", size
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         self._direct: int | None = None
         try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             self._plain = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             if size:
                 self._reserve(size)
