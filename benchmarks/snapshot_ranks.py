@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ucformat
-from benchmarks.report import MIB
 from benchmarks.snapshot_loop import Loop, Setting
 
 BLOCK = 6  # steps with, then as many without snapshots; the first of each is dropped
@@ -80,7 +79,7 @@ def dcp_async(loop: Loop, rounds: int, place: Path, group: Any) -> float:
 
 
 def dcp_best(loop: Loop, rounds: int, place: Path, group: Any) -> float:
-    """The same with a stager that is kept, and copies on a thread into memory that it has: only a wait before the update is left."""
+    """The same with a stager that is kept and copies on a thread, to memory that it has: a wait before the update is left."""
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
     )
@@ -116,7 +115,8 @@ def spill(loop: Loop, steps: int) -> Told:
         loop.step()
     loop.snap.deadline()
     seen = loop.snap.report().done()[-steps - 1 : -1]  # the last one met no bubble
-    predicted, measured = (all_ranks(median(values)) for values in zip(*((s.predicted_ms, s.exposed_ms) for s in seen), strict=True))
+    predicted = all_ranks(median(step.predicted_ms for step in seen))
+    measured = all_ranks(median(step.exposed_ms for step in seen))
     worst = measured.index(max(measured))
     return {"exposed_predicted_ms": predicted[worst], "exposed_measured_ms": measured[worst]}
 

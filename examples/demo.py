@@ -1,7 +1,7 @@
 """The main job on real input, in about three minutes on 2 cores: `python -m examples.demo`, or `make demo`.
 
 (a) a real sentence-embedding model goes through four conversions and still embeds; (b) a GPT in training loses a rank
-and resumes in two other layouts. Ends in a table of what was proven; the exit code is 1 when anything was not.
+and resumes in two other layouts; (c) a pipeline that keeps every step in memory loses a rank in mid copy. Ends in a table of what was proven; the exit code is 1 when anything was not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from examples.demo_embedding import prove_embedding_model
+from examples.demo_snapshot import prove_snapshots
 from examples.demo_training import prove_training
 from examples.proof import DemoError, Proofs
 
@@ -26,6 +27,7 @@ def main() -> int:
     parts = (
         ("a sentence-embedding model: HF → native → DCP → native → HF", "embedding", prove_embedding_model),
         ("a GPT in training: DP2×TP2, one rank killed, resumed as DP3 and as PP2×TP2", "training", prove_training),
+        ("a GPT in a 1F1B pipeline, a snapshot of every step: one rank killed in mid copy", "snapshot", prove_snapshots),
     )
     with tempfile.TemporaryDirectory(prefix="ucformat-demo-") as work:
         for title, name, prove in parts:

@@ -1,8 +1,8 @@
 """The local disk as a Store: reads through the page cache, with hints of what comes next; writes past it.
 
 Direct I/O needs memory, offsets and lengths in multiples of `ALIGNMENT`; what does not fit is written through the page
-cache. Reads through the page cache were the faster ones in measurements: the kernel reads ahead while we verify, and ranks of a host
-share what was read.
+cache. Reads through the page cache were measured to be the faster ones: the kernel reads ahead while we verify, and
+ranks of a host share what was read.
 """
 
 from __future__ import annotations
