@@ -60,7 +60,7 @@ class Timed(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _Wait.apply(torch.tanh(self.mix(x)), self.seconds))
+        return cast(Tensor, _Wait.apply(torch.tanh(self.mix(x)), self.seconds))  # type: ignore[no-untyped-call]
 
 
 class Sweep(torch.optim.Optimizer):

@@ -1,7 +1,8 @@
 """The main job on real input, in about three minutes on 2 cores: `python -m examples.demo`, or `make demo`.
 
 (a) a real sentence-embedding model goes through four conversions and still embeds; (b) a GPT in training loses a rank
-and resumes in two other layouts; (c) a pipeline that keeps every step in memory loses a rank in mid copy. Ends in a table of what was proven; the exit code is 1 when anything was not.
+and resumes in two other layouts; (c) a pipeline that keeps every step in memory loses a rank in mid copy. Ends in a
+table of what was proven; the exit code is 1 when anything was not.
 """
 
 from __future__ import annotations

@@ -42,6 +42,12 @@ def load_state(where: str, into: MutableMapping[str, object], options: LoadOptio
     with group.together(f"opening {where}"):
         catalog = formats.open_catalog(where)
     assert catalog is not None
+    return load_catalog(catalog, into, options, group)
+
+
+def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: LoadOptions, group: Group) -> int | None:
+    """Restore `into` from an open checkpoint; its step. Every rank of `group` calls it, with catalogs of one checkpoint."""
+    where = catalog.store.url
     loading = prepare(into, catalog, group)
     pieces = _known(loading.pieces, catalog)
     _check_names(loading, catalog, options, group)

@@ -34,8 +34,10 @@ from ucformat.snapshot.copier import HostCopier, Outcome, Work
 from ucformat.snapshot.drift import Drift
 from ucformat.snapshot.layout import Strategy, derive
 from ucformat.snapshot.peers import Peers
+from ucformat.snapshot.persistence import Persist, Persistence
 from ucformat.snapshot.replay import Times, Track, replay
 from ucformat.snapshot.report import Report, StepReport
+from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.slots import Slot, SlotSet
 from ucformat.snapshot.sources import Boundary, Share, agree, look
 from ucformat.snapshot.trace import Trace, gaps
@@ -72,7 +74,10 @@ class Snapshotter:
     `state` is what `ucformat.save` takes. `directory` is on tmpfs, shared by the ranks of a host; `slots` (2 or 3) times the
     rank's share of the state is taken there at the first snapshot. `schedule` is a torch pipelining schedule object (or a
     `snapshot.schedule.Schedule`), `mesh` the device mesh: both only inform plan and report. `mode` is how to copy, see
-    `bubbles.Mode`; before a plan can be made, copies run beside compute. `every` n-th step is taken.
+    `bubbles.Mode`; before a plan can be made, copies run beside compute. Steps that are multiples of `every` are taken.
+
+    `persist` sends some of them to storage, in a process of its own, as ordinary checkpoints. The same process computes block
+    checksums of steps that are multiples of `hash_every` (0: of persisted ones alone); what has none is not verified when read.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class Snapshotter:
         slots: int = 2,
         mode: Mode = "auto",
         every: int = 1,
+        persist: Persist | None = None,
+        hash_every: int = 1,
         on_error: OnError = "skip",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -113,6 +120,9 @@ class Snapshotter:
         self._newest: int | None = None
         self._typical_rate: float | None = None
         self._gate = self._typical_gate = 0.0
+        self._persist, self._hash_every = persist, hash_every
+        self._persistence: Persistence | None = None
+        self._restored: Restored | None = None
         self._hooks = hooks.before_update(hooks.optimizers(state), self.deadline)
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
@@ -170,6 +180,17 @@ class Snapshotter:
             return None
         return taking.report.step, copier.copied, sum(len(self._places[min(self._places)][i]) for i in taking.chosen)
 
+    def restore(self) -> Restored | None:
+        """Restore the state in place from the newest version, in memory or storage; None when there is none.
+
+        Every rank calls it, before the first `take`. What was taken after that version and is abandoned will be forgotten.
+        Raises what loading raises, when no source can be used.
+        """
+        if self._share is not None:
+            raise RuntimeError("restore before the first snapshot is taken: slots are in use")
+        self._restored = restore(self.state, self.directory, self._persist.url if self._persist else None, self.group)
+        return self._restored
+
     def report(self) -> Report:
         """What happened so far."""
         return self._report
@@ -185,6 +206,8 @@ class Snapshotter:
             handle.remove()
         if self._copier is not None:
             self._copier.stop()
+        if self._persistence is not None:
+            self._persistence.close()
         if self._slots is not None:
             self._slots.close(remove=remove)
 
@@ -200,6 +223,8 @@ class Snapshotter:
         if report.step % self.every:
             report.skipped = f"every {self.every} steps"
             return
+        if self._persistence is not None:
+            self._persistence.poll()
         boundary = look(self.state, share, self.group)
         taking = _Taking(report, boundary, np.flatnonzero(boundary.stable).tolist(), now())
         self._open(taking)
@@ -255,6 +280,8 @@ class Snapshotter:
             return
         self._report.taken += 1
         self._learn(outcome, taking.gate)
+        if self._persistence is not None and taking.slot is not None:
+            self._persistence.committed(taking.slot, report.step)
 
     def _complete(self, step: int) -> int | None:
         """The newest step that all ranks are known to hold, see `SlotSet.begin`."""
@@ -285,6 +312,10 @@ class Snapshotter:
             slots = SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
         assert slots is not None
         slots.pin()
+        if self._restored is not None:
+            slots.forget(self._restored.step)
+        if self._persist is not None or self._hash_every:
+            self._persistence = Persistence(slots, self._report, run, self._persist, hash_every=self._hash_every)
         self._places = {
             slot.index: [slot.tensor(i).reshape(-1).view(torch.uint8).numpy() for i in range(share.pieces)]
             for slot in slots.slots

@@ -25,6 +25,7 @@ COLOURS = {
     "B": "#f58518",
     "I": "#f58518",
     "W": "#e45756",
+    "idle": "#eeeeee",
     "copy": "#54a24b",
     "wait": "#b279a2",
     "persist": "#9d755d",
@@ -89,16 +90,19 @@ def picture(paths: Sequence[Path], out: Path, steps: int = 2) -> None:
     import matplotlib.pyplot as plt
 
     ranks = [[e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"] for path in paths]
-    waits = sorted(e["ts"] + e["dur"] for e in ranks[0] if e["tid"] == LANES.index("wait"))
-    low, high = (waits[-steps - 1], waits[-1]) if len(waits) > steps else (0.0, float("inf"))
+    starts = sorted(e["ts"] for e in ranks[0] if e["name"] == "boundary")
+    if not starts:
+        raise ValueError(f"{paths[0]}: no step is in this trace")
+    whole = starts[:-1] if len(starts) > 2 else starts  # the last step may be cut short by the run's end
+    low, high = whole[max(0, len(whole) - steps - 1)], whole[-1]
     figure, axes = plt.subplots(len(ranks), 1, sharex=True, squeeze=False, figsize=(12, 1.6 * len(ranks) + 1))
     for rank, (axis, events) in enumerate(zip(axes[:, 0], ranks, strict=True)):
         for event in events:
-            lane = LANES[event["tid"]]
-            if lane != "idle" and low <= event["ts"] + event["dur"] and event["ts"] <= high:
-                _bar(axis, lane, event, low)
+            if low <= event["ts"] + event["dur"] and event["ts"] <= high:
+                _bar(axis, LANES[event["tid"]], event, low)
         axis.set_yticks(range(3), ["wait", "copy", "compute"])
         axis.set_ylabel(f"rank {rank}")
+        axis.set_xlim(0, (high - low) / 1e3)
     axes[-1, 0].set_xlabel("ms")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
@@ -106,10 +110,10 @@ def picture(paths: Sequence[Path], out: Path, steps: int = 2) -> None:
 
 
 def _bar(axis: Any, lane: str, event: dict[str, Any], origin: float) -> None:
-    row = {"compute": 2, "copy": 1}.get(lane, 0)
+    row = {"compute": 2, "idle": 2, "copy": 1}.get(lane, 0)
     kind = event["name"].lstrip("0123456789")[:1] if lane == "compute" else lane
     start, width = (event["ts"] - origin) / 1e3, max(event["dur"] / 1e3, 0.2)
-    axis.barh(row, width, left=start, height=0.8, color=COLOURS.get(kind, "#bab0ac"), edgecolor="white", linewidth=0.3)
+    axis.barh(row, width, left=start, height=0.8, color=COLOURS.get(kind, "#bab0ac"), linewidth=0)
     if lane == "compute" and width > 10:
         axis.text(start + width / 2, row, event["name"], ha="center", va="center", fontsize=7, color="white")
 
