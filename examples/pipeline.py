@@ -27,12 +27,10 @@ import ucformat
 from examples.digest import state_digests
 from examples.gpt import GPT, GPTConfig, keep_stage, loss_of
 from examples.text import TextSampler, load_corpus
-from ucformat.errors import MissingFileError, NotACheckpointError, RankFailedError
-from ucformat.snapshot.snapshotter import Snapshotter
 
 BATCH = 16  # samples per step
 MICROBATCHES = 4
-TIMEOUT = timedelta(seconds=20)  # no step of this size takes nearly as long
+TIMEOUT = timedelta(seconds=60)  # no step of this size takes nearly as long
 
 
 class Pipeline:
@@ -55,8 +53,7 @@ class Pipeline:
             "data": self.sampler,
             "rng": self.rng,
         }
-        self.directory: str = args.directory
-        self.snap = Snapshotter(self.state, directory=args.directory, mesh=mesh, on_error="raise")
+        self.snap = ucformat.Snapshotter(self.state, directory=args.directory, mesh=mesh)
         stage = self.snap.stage(self.model, self.rank, self.ranks, torch.device("cpu"))
         self.schedule = self.snap.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
 
@@ -85,12 +82,9 @@ class Pipeline:
 
     def restore(self) -> int:
         """Go back to the newest step that all ranks hold; 0 when there is none."""
-        try:
-            step = ucformat.load(self.directory, into=self.state)
-        except (NotACheckpointError, MissingFileError, RankFailedError):
-            return 0
+        restored = self.snap.restore()
         torch.set_rng_state(self.rng.value)
-        return step or 0
+        return restored.step if restored else 0
 
     def tell(self, event: str, **facts: object) -> None:
         """Print one JSON line, on the last stage."""
@@ -118,7 +112,7 @@ def tell_state(args: argparse.Namespace, run: Pipeline, event: str, step: int) -
     run.tell(event, step=step, position=run.sampler.position, tensors=tensors)
 
 
-def die_in_mid_copy(snap: Snapshotter) -> None:
+def die_in_mid_copy(snap: ucformat.Snapshotter) -> None:
     """SIGKILL this process when a part of the version is copied, and a part is not."""
     while True:  # without a rest: that moment lasts a millisecond or two
         step, copied, total = snap.copying() or (0, 0, 0)

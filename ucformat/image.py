@@ -15,13 +15,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ucformat import checks
+from ucformat import checks, cores
 from ucformat.box import Ints
 from ucformat.localdisk import aligned
 from ucformat.storage import Bytes, Writer
 
 CHUNK_BYTES = 2 << 20  # filled, hashed and written while it is in the cache; longer ones are not faster
-THREADS = 3  # chunks in flight: one is written while the next are filled
 STREAM_ALIGN = 64  # bytes; pieces that share a chunk start at multiples of it, so that any dtype can be viewed in place
 
 
@@ -142,10 +141,10 @@ def write_image(
     fill: Fill,
     *,
     block_bytes: int | None = None,
-    threads: int = THREADS,
+    threads: int | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> NDArray[np.uint64]:
-    """Write an image through `writer` in chunks, in order; threads fill the next ones meanwhile.
+    """Write an image through `writer` in chunks, in order; `threads` (this process's share of the cores) fill the next ones.
 
     Returns the xxh3-64 digests of the blocks of `block_bytes` (a divisor of `CHUNK_BYTES`) from `image.origin` on, or an
     empty array without `block_bytes`. Memory: one chunk per thread, and what `fill` needs.
@@ -156,7 +155,7 @@ def write_image(
     chunks = image.chunks()
     digests = np.zeros(count, dtype=np.uint64)
     writing = _Writing(image, fill, writer, block_bytes, on_bytes, digests, enumerate(chunks))
-    threads = min(threads, len(chunks))
+    threads = min(cores.share() if threads is None else threads, len(chunks))
     if threads <= 1:
         writing.work()
         return digests

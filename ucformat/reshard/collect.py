@@ -7,13 +7,14 @@ becomes the value tree. `collect` is for saving; `restore` does the same walk to
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat import values
 from ucformat.box import Box
@@ -75,7 +76,7 @@ def collect(state: Mapping[str, object], group: Group | None = None) -> Collecte
     pieces: tuple[Piece, ...] = ()
     with group.together("collecting the state"):
         specs, pieces = make_pieces(leaves, aliases)
-    mesh, coords = mesh_axes(item for parts in leaves.values() for item in parts)
+    mesh, coords = mesh_axes(_meshes(item for parts in leaves.values() for item in parts))
     return Collected(specs, pieces, tree, aliases, mesh, coords)
 
 
@@ -137,7 +138,7 @@ class Walker:
         """All leaves by name, and the value tree."""
         if not self.found and not self.named:
             self.prepare()
-        _, self.coords = mesh_axes(_framed(self.state, self.found.values()))
+        _, self.coords = mesh_axes(_framing(self.state, self.found.values()))
         tree = {key: item for key, item in ((k, self.node(x, (str(k),))) for k, x in self.state.items()) if item is not _GONE}
         for (top, key, part), item in self.objects.items():
             inner = tree.setdefault(top, {})
@@ -333,31 +334,29 @@ def _views(name: str, parts: Iterable[Part]) -> Iterable[tuple[Box, torch.Tensor
             yield box, view, placed
 
 
-def mesh_axes(leaves: Iterable[Leaf]) -> tuple[dict[str, int], dict[str, int] | None]:
-    """Named axes of the meshes that the leaves lie on, with sizes and this rank's coordinates; the first of a name counts."""
+def mesh_axes(meshes: Iterable[DeviceMesh]) -> tuple[dict[str, int], dict[str, int] | None]:
+    """Named axes of device meshes, with sizes and this rank's coordinates; the first of a name counts."""
     sizes: dict[str, int] = {}
     coords: dict[str, int] = {}
-    for item in leaves:
-        mesh = item.frame.device_mesh if item.frame is not None else None
-        coordinate = mesh.get_coordinate() if mesh is not None else None
-        if mesh is None or coordinate is None:
-            continue
-        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.shape, coordinate, strict=False):
+    for mesh in {id(mesh): mesh for mesh in meshes}.values():
+        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.shape, mesh.get_coordinate() or (), strict=False):
             sizes.setdefault(axis, int(size))
             coords.setdefault(axis, at)
     return sizes, coords or None
 
 
-def _framed(state: object, found: Iterable[module.Found]) -> Iterable[Leaf]:
-    """Leaves that may lie on a mesh, before the state is walked for good."""
-    for item in found:
-        yield from item.leaves.values()
-    tensors: list[Leaf] = []
+def _meshes(leaves: Iterable[Leaf]) -> Iterator[DeviceMesh]:
+    return (item.frame.device_mesh for item in leaves if item.frame is not None)
+
+
+def _framing(state: object, found: Iterable[module.Found]) -> list[DeviceMesh]:
+    """Meshes that the state lies on, before it is walked for good."""
+    meshes = [mesh for item in found for mesh in _meshes(item.leaves.values())]
 
     def note(x: Any, at: tuple[str, ...]) -> bool:
         if isinstance(x, torch.distributed.tensor.DTensor):
-            tensors.append(leaf(x, "/".join(at)))
+            meshes.append(x.device_mesh)
         return is_leafy(x)
 
     _visit(state, (), note)
-    yield from tensors
+    return meshes

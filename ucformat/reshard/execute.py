@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ucformat import checks as sums
+from ucformat import cores
 from ucformat.box import Ints
 from ucformat.catalog import Catalog, Checks, row_major
 from ucformat.dtypes import DType
@@ -26,7 +27,6 @@ from ucformat.localdisk import aligned
 from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
 from ucformat.storage import Bytes, Reader
 
-THREADS = 3  # one reads while the others verify and scatter
 AHEAD = 3  # tasks that are brought into memory before their turn
 GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
@@ -54,7 +54,7 @@ def execute(
     dest: Sequence[torch.Tensor],
     *,
     cast: bool = False,
-    threads: int = THREADS,
+    threads: int | None = None,
     verify: bool = True,
     on_bytes: Callable[[int], None] | None = None,
     seen: Seen | None = None,
@@ -63,13 +63,15 @@ def execute(
 
     Destinations have the shape of their want, any strides and device. Their dtype is the stored one, or any other that
     torch can convert to when `cast`. `on_bytes` is told how many bytes each finished read brought, from any thread.
+    `threads`: this process's share of the cores by default, more for storage that answers many requests at once.
     `seen` carries checksums over from one execution to the next, where a file is read by several.
 
     Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
     StorageError, naming file and bytes, while reading: the destinations are then partly filled.
     """
     kept = Seen() if seen is None else seen
-    _Execution(plan, dest, cast, kept, on_bytes, verify).run(threads)
+    store = plan.catalog.store
+    _Execution(plan, dest, cast, kept, on_bytes, verify).run(threads or max(cores.share(), store.streams))
     if seen is None and verify:
         kept.complete(plan.catalog)
 

@@ -8,7 +8,7 @@ import torch
 
 from ucformat.box import Box
 from ucformat.catalog import Catalog
-from ucformat.reshard.execute import THREADS, execute
+from ucformat.reshard.execute import execute
 from ucformat.reshard.fill import CatalogFill
 from ucformat.reshard.plan import plan, wants
 
@@ -24,7 +24,7 @@ def read(catalog: Catalog, name: str, box: Box | None = None, *, verify: bool = 
 
 
 def read_many(
-    catalog: Catalog, wanted: Sequence[tuple[str, Box | None]], *, verify: bool = True, threads: int = THREADS
+    catalog: Catalog, wanted: Sequence[tuple[str, Box | None]], *, verify: bool = True, threads: int | None = None
 ) -> list[torch.Tensor]:
     """Several boxes at once, in one plan."""
     columns = wants(catalog, wanted)

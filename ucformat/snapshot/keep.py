@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from ucformat.errors import SnapshotInUseError
+from ucformat.errors import MissingFileError, SnapshotInUseError
 from ucformat.formats.snapshot import rank_name
 from ucformat.snapshot import persist
 from ucformat.snapshot.filelock import FileLock
@@ -29,6 +29,7 @@ from ucformat.snapshot.orders import (
     Inbox,
     KeeperOptions,
     Order,
+    Skipped,
     Stop,
     Trouble,
     send,
@@ -102,7 +103,9 @@ class Keeping:
             slot = persist.find_slot(self._options.directory, self._options.rank, order.slot, order.step)
             slot = persist.hash_slot(slot)
         except Exception as error:
-            self._emit(Failed(order.step, told(error)))
+            # a slot that is only to be hashed is free for another version meanwhile
+            lost = isinstance(error, MissingFileError) and not order.persist
+            self._emit((Skipped if lost else Failed)(order.step, told(error)))
             return
         self._emit(Hashed(order.step, order.slot, time.monotonic() - began))
         if order.persist:

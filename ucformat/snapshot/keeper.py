@@ -36,6 +36,7 @@ from ucformat.snapshot.orders import (
 __all__ = ["Keeper", "KeeperOptions"]
 
 STORING = 2  # versions that may wait for the storage at once: one is written, one is ready when that ends
+HASHING = 2  # versions that may wait to be hashed: of more, the older ones have lost their slots
 WAITING = 8  # versions that may wait for other ranks' parts; they hold no slot
 LIVES = 3  # keepers that may die over an order before the order is given up
 STEADY_S = 60.0  # a keeper that lived so long did not die of how it was started
@@ -107,7 +108,9 @@ class Keeper:
         return True
 
     def _is_busy(self, order: Order) -> bool:
-        if order.step in self._taken or order.slot in self.busy_slots() or not self.alive():
+        if order.step in self._taken or order.slot in self.needed_slots() or not self.alive():
+            return True
+        if not order.persist and sum(not taken.order.persist for taken in self._taken.values()) >= HASHING:
             return True
         persisting = [taken for taken in self._taken.values() if taken.order.persist]
         waiting = sum(taken.stored for taken in persisting)
@@ -117,8 +120,12 @@ class Keeper:
         return self._fds[0] >= 0 and send(self._fds[0], order)
 
     def busy_slots(self) -> set[int]:
-        """Slots that the keeper reads: no other version may go into them."""
+        """Slots that the keeper reads, or is about to."""
         return {taken.slot for taken in self._taken.values() if taken.slot is not None}
+
+    def needed_slots(self) -> set[int]:
+        """Slots that it reads to persist: no other version may go into them. One that is only hashed may be given away."""
+        return {taken.slot for taken in self._taken.values() if taken.slot is not None and taken.order.persist}
 
     def alive(self) -> bool:
         """Whether the process runs."""

@@ -81,8 +81,8 @@ class Persistence:
         self._follow()
 
     def _follow(self) -> None:
-        """Hold just the slots that the keeper needs."""
-        busy = self._keeper.busy_slots()
+        """Hold just the slots that the keeper needs. Hashing is worth no missed snapshot."""
+        busy = self._keeper.needed_slots()
         for index in busy - self._held:
             self._slots.hold(self._slots.slot(index))
         for index in self._held - busy:
