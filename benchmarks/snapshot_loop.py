@@ -31,6 +31,8 @@ class Setting:
     forward_s: float = 0.0
     """Of one microbatch on one rank; its backward takes twice as long. Timed compute only."""
     mode: Mode = "auto"
+    hash_every: int = 1
+    """Of how many snapshots the keeper computes checksums, see `Snapshotter`."""
     whole_update: bool = False
     """Timed compute: the update changes every element, not a few of each tensor."""
 
@@ -108,7 +110,7 @@ class Loop:
         )
         # one module with the stages' global numbers: parameters of two stages must not have one name
         self.state: dict[str, object] = {"model": nn.ModuleDict(self.modules), "optimizer": self.optimizer, "step": 0}
-        self.snap = Snapshotter(self.state, directory=directory, mode=setting.mode)
+        self.snap = Snapshotter(self.state, directory=directory, mode=setting.mode, hash_every=setting.hash_every)
         device = torch.device("cpu")
         stages = [self.snap.stage(module, int(i), ranks * each, device) for i, module in self.modules.items()]
         self.first, self.last = rank == 0, rank == ranks - 1

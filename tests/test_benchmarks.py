@@ -16,6 +16,8 @@ TINY = {
     "save_load": ("--size", "0.01"),
     "convert": ("--size", "0.01"),
     "tiny": ("--count", "40"),
+    "snapshot": ("--mib", "6", "--count", "20"),
+    "snapshot_gpu": ("--billions", "0.01"),
 }
 RATIOS = {
     "plan": {"open_plan_vs_dcp"},
@@ -30,6 +32,8 @@ RATIOS = {
     },
     "convert": {"memory_vs_dcp", "hf_to_native_vs_copy"},
     "tiny": {"save_vs_dcp", "load_vs_dcp", "size_vs_dcp", "save_vs_safetensors"},
+    "snapshot": {"exposed_vs_dcp_async", "exposed_vs_dcp_best"},
+    "snapshot_gpu": set(),  # nothing without a device
 }
 
 

@@ -1,8 +1,7 @@
-"""The local disk as a Store: reads through the page cache, with hints of what comes next; writes past it.
+"""The local disk as a Store, through the page cache, with hints of what comes next.
 
-Direct I/O needs memory, offsets and lengths in multiples of `ALIGNMENT`; what does not fit is written through the page
-cache. Reads through the page cache were measured to be the faster ones: the kernel reads ahead while we verify, and
-ranks of a host share what was read.
+Reads are announced before their turn, and every write is sent on its way at once, so the disk works while we verify, hash and
+copy. Direct I/O was measured to be slower: memory that the disk has just filled or read is in no cache of ours.
 """
 
 from __future__ import annotations
@@ -33,16 +32,6 @@ def aligned(nbytes: int) -> Bytes:
         except OSError:
             pass  # a kernel without huge pages
     return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
-
-
-def _open_direct(path: str, flags: int) -> int | None:
-    """A direct-I/O descriptor, or None where the file system has none (tmpfs, some network disks)."""
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return None
-        raise
 
 
 class LocalReader(Reader):
@@ -87,42 +76,40 @@ class LocalWriter(Writer):
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.part, self.size = path, path + ".part", size
-        self._direct: int | None = None
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            self._plain = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             if size:
                 self._reserve(size)
-            self._direct = _open_direct(self.part, os.O_WRONLY)
         except OSError as error:
-            if hasattr(self, "_plain"):
+            if hasattr(self, "_fd"):
                 self.abort()
             raise StorageError(path, error) from error
 
     def _reserve(self, size: int) -> None:
         """Take the disk space now, so that a full disk is known before the first byte is written."""
         try:
-            os.posix_fallocate(self._plain, 0, size)
+            os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            os.ftruncate(self._plain, size)
+            os.ftruncate(self._fd, size)
 
     def write(self, start: int, data: Bytes) -> None:
-        fits = start % ALIGNMENT == 0 and data.nbytes % ALIGNMENT == 0 and data.ctypes.data % ALIGNMENT == 0
-        fd = self._direct if fits and self._direct is not None else self._plain
         view, done = memoryview(data), 0
         try:
             while done < len(view):
-                done += os.pwrite(fd, view[done:], start + done)
+                done += os.pwrite(self._fd, view[done:], start + done)
+            if hasattr(os, "posix_fadvise"):  # has the kernel begin to write it out now, rather than all of it at the end
+                os.posix_fadvise(self._fd, start, len(view), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise StorageError(self.path, error, start, start + len(view)) from error
 
     def close(self) -> None:
         try:
-            if os.fstat(self._plain).st_size != self.size:
-                os.ftruncate(self._plain, self.size)
-            os.fsync(self._plain)
+            if os.fstat(self._fd).st_size != self.size:
+                os.ftruncate(self._fd, self.size)
+            os.fsync(self._fd)
             self._release()
             os.replace(self.part, self.path)
             sync_directory(os.path.dirname(self.path))
@@ -138,10 +125,9 @@ class LocalWriter(Writer):
             pass
 
     def _release(self) -> None:
-        for fd in (self._plain, self._direct):
-            if fd is not None and fd >= 0:
-                os.close(fd)
-        self._plain, self._direct = -1, None
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
 def sync_directory(path: str) -> None:

@@ -27,7 +27,7 @@ from ucformat.localdisk import aligned
 from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
 from ucformat.storage import Bytes, Reader
 
-AHEAD = 3  # tasks that are brought into memory before their turn
+AHEAD = 4  # tasks that are brought into memory before their turn
 GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 1 << 20  # read and hashed while still in the cache

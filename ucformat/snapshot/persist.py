@@ -24,6 +24,7 @@ from ucformat.snapshot.slotfile import attach_table, holds
 from ucformat.storage import Bytes, Store, Writer
 
 CHUNK_BYTES = 4 << 20  # a multiple of every block size in use; long enough for full disk speed
+LOOK_EVERY = 32  # blocks hashed between looks whether the version is still there: what is gone need not be read
 THREADS = 2  # one writes while the other verifies; more would take the trainer's cores
 
 Tick = Callable[[], None]
@@ -92,6 +93,8 @@ def hash_slot(slot: HeldSlot) -> HeldSlot:
     table = np.zeros(record.size - record.table_start, dtype=np.uint8)
     words = table.view("<u8")
     for i, (a, b) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
+        if i % LOOK_EVERY == 0:
+            slot.prove_unchanged()
         words[i] = checks.digest("xxh3-64", image[a:b])
     done = attach_table(slot.store.url, slot.index, record, table)
     if done is None:
