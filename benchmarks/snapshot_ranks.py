@@ -23,6 +23,7 @@ from benchmarks.snapshot_loop import Loop, Setting
 
 BLOCK = 6  # steps with, then as many without snapshots; the first of each is dropped
 PLANNING = 8  # steps from the first one until a plan is in force, and corrected once
+SETTLING = 32  # steps until plans have met what they change themselves: waiting ranks make longer windows for others
 VERIFY_EVERY = 20  # snapshots of the long run
 SETTLED = 5  # a fifth of the snapshots are taken until memory must not grow: allocators have what they need
 Told = dict[str, float]
@@ -111,7 +112,7 @@ def _clear(place: Path) -> None:
 
 def spill(loop: Loop, steps: int) -> Told:
     """Bubbles smaller than the state, which may not be copied beside compute: predicted and measured waits."""
-    for _ in range(PLANNING + steps):
+    for _ in range(SETTLING + steps):
         loop.step()
     loop.snap.deadline()
     seen = loop.snap.report().done()[-steps - 1 : -1]  # the last one met no bubble
@@ -191,7 +192,7 @@ def measure(mib: float, rounds: int, count: int, directory: Path) -> None:
     with_loop("1f1b_matmul", Setting("1f1b", "matmul", mib), lambda loop, _: overhead(loop, rounds))
     with_loop("interleaved_matmul", Setting("interleaved", "matmul", mib), lambda loop, _: overhead(loop, rounds))
     # without checksums: two keepers on two cores would be what is measured
-    small_bubbles = Setting("1f1b", "timed", mib, wait / 10, "bubble", hash_every=0)
+    small_bubbles = Setting("1f1b", "timed", 2 * mib, wait / 5, "bubble", hash_every=0)
     with_loop("spill", small_bubbles, lambda loop, _: spill(loop, 4 * rounds))
     long = Setting("1f1b", "timed", mib / 8, wait / 10, whole_update=True)
     with_loop("long", long, lambda loop, place: long_run(loop, place, count))

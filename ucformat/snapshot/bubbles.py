@@ -55,6 +55,8 @@ class Rates:
     """Seconds from the opening of a window to the first byte."""
     slowdown: float = 0.0
     """Seconds of compute lost per second of copying beside it."""
+    waiting: float | None = None
+    """Bytes per second while training waits, when other ranks often do the same; None: as `alone`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,8 +188,8 @@ def _least(options: Sequence[CopyPlan], mode: Mode) -> CopyPlan:
 
 
 def _job(track: Track, pieces: tuple[Piece, ...], rates: Rates, margin: float, chunk_bytes: int) -> _Job:
-    known = (rates.alone, rates.beside, rates.chunk, rates.opening, rates.slowdown)
-    if not (all(map(isfinite, known)) and min(known[:2]) > 0 and min(known[2:]) >= 0):
+    known = (rates.alone, rates.beside, _waiting(rates), rates.chunk, rates.opening, rates.slowdown)
+    if not (all(map(isfinite, known)) and min(known[:3]) > 0 and min(known[3:]) >= 0):
         raise ValueError(f"rates must be finite and positive: {rates}")
     if not 0 <= margin < 1 or chunk_bytes < 1:
         raise ValueError(f"a margin of {margin} and chunks of {chunk_bytes} bytes make no plan")
@@ -199,6 +201,10 @@ def _job(track: Track, pieces: tuple[Piece, ...], rates: Rates, margin: float, c
     ready = track.ready()[np.array([piece.ready for piece in pieces], dtype=np.int64)]
     due = track.deadline()[np.array(last, dtype=np.int64)]
     return _Job(track, pieces, rates, margin, chunk_bytes, ready, due, track.windows())
+
+
+def _waiting(rates: Rates) -> float:
+    return rates.alone if rates.waiting is None else rates.waiting
 
 
 def _bubble(job: _Job, why: str) -> CopyPlan:
@@ -308,7 +314,7 @@ def _left(job: _Job, runs: Sequence[_Run]) -> NDArray[np.int64]:
 
 def _rest(job: _Job, done: NDArray[np.int64], *, first: bool) -> list[_Run]:
     """What is copied while training waits: at the first possible moment, or at the last."""
-    speed = _Speed(job.rates.alone, job.rates.chunk)
+    speed = _Speed(_waiting(job.rates), job.rates.chunk)
     when = job.ready if first else job.deadline
     clock = 0.0
     runs = []
@@ -326,7 +332,7 @@ def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], limit: float, why: st
     rest = _rest(job, _left(job, runs), first=taken == "blocking")
     piece, start, stop, window, begin, end = _chunks([*runs, *rest], job.chunk_bytes)
     size, idle = stop - start, sum(w.seconds for w in job.windows)
-    exposed = float((job.rates.chunk + size[window == EXPOSED] / job.rates.alone).sum())
+    exposed = float((job.rates.chunk + size[window == EXPOSED] / _waiting(job.rates)).sum())
     overlapped = float((job.rates.chunk + size[window == OVERLAP] / job.rates.beside).sum())
     inside = float((end - begin)[window >= 0].sum())
     busy = 1 - idle / job.track.seconds if taken == "overlap" and idle else 1.0  # what falls into windows slows nothing

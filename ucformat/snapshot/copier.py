@@ -48,7 +48,7 @@ class Outcome:
     exposed_s: float = 0.0
     """Seconds from the deadline until all was copied."""
     busy_s: float = 0.0
-    """Seconds spent copying."""
+    """Seconds spent copying before the deadline."""
     refused: bool = False
     """The place was not free until the deadline: nothing was copied."""
     finished: bool = False
@@ -124,7 +124,7 @@ class HostCopier:
             outcome = self._outcome
         if work is None:
             return outcome
-        before = outcome.nbytes
+        before, busy = outcome.nbytes, outcome.busy_s
         try:
             outcome.refused = outcome.failure is None and not self._opened(work)
             while outcome.failure is None and not outcome.refused and self._next < len(work.plan):
@@ -133,7 +133,7 @@ class HostCopier:
                 self._settle(work, outcome)
         except Exception as error:
             outcome.failure = error
-        outcome.exposed = outcome.nbytes - before
+        outcome.exposed, outcome.busy_s = outcome.nbytes - before, busy
         outcome.exposed_s = now() - began
         return outcome
 

@@ -45,6 +45,8 @@ from ucformat.storage import Bytes
 
 WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
 RATE_DRIFT = 0.25  # of the planned copy rate: more asks for a new plan
+WAITING_DRIFT = 0.15  # the same while training waits, of which the prediction is made
+RATE_BYTES = 16 << 20  # in less time than these take, the clock and the scheduler measure themselves
 GATE_DRIFT = 0.2  # of all idle time: so much more or less of waiting for a slot asks for a new plan
 OPENING_S = 0.0002  # from the opening of a window to the first byte: a thread has to wake up
 OnError = Literal["skip", "raise"]
@@ -118,7 +120,8 @@ class Snapshotter:
         self._peers: Peers | None = None
         self._places: dict[int, list[Bytes]] = {}
         self._newest: int | None = None
-        self._typical_rate: float | None = None
+        self._alone: float | None = None  # bytes per second, measured
+        self._waiting: float | None = None
         self._gate = self._typical_gate = 0.0
         self._persist, self._hash_every = persist, hash_every
         self._persistence: Persistence | None = None
@@ -390,12 +393,13 @@ class Snapshotter:
         if self._drift is not None and abs(self._typical_gate - self._gate) > GATE_DRIFT * self._drift.planned.idle:
             self._gate = self._typical_gate
             self._replan()
-        if outcome.busy_s <= 0 or not outcome.nbytes:
-            return
-        seen = outcome.nbytes / outcome.busy_s
-        self._typical_rate = seen if self._typical_rate is None else 0.8 * self._typical_rate + 0.2 * seen
-        if abs(self._typical_rate / self._rates.alone - 1) > RATE_DRIFT:
-            self._rates = Rates(alone=self._typical_rate, beside=self._typical_rate / 2, opening=OPENING_S)
+        self._alone = _smoothed(self._alone, outcome.nbytes - outcome.exposed, outcome.busy_s)
+        self._waiting = _smoothed(self._waiting, outcome.exposed, outcome.exposed_s)
+        alone = self._alone or self._waiting or self._rates.alone
+        waiting = self._waiting or alone
+        known = self._rates.waiting or self._rates.alone
+        if abs(alone / self._rates.alone - 1) > RATE_DRIFT or abs(waiting / known - 1) > WAITING_DRIFT:
+            self._rates = Rates(alone=alone, beside=alone / 2, opening=OPENING_S, waiting=waiting)
             self._replan()
 
     def _replan(self) -> None:
@@ -417,6 +421,13 @@ class Snapshotter:
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """A contiguous tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _smoothed(rate: float | None, nbytes: int, seconds: float) -> float | None:
+    """A rate in bytes per second, with the newest measurement in it."""
+    if nbytes < RATE_BYTES or seconds <= 0:
+        return rate
+    return nbytes / seconds if rate is None else 0.85 * rate + 0.15 * nbytes / seconds
 
 
 def _after(track: Track, seconds: float) -> Track:
