@@ -47,14 +47,21 @@ Algorithm = Literal["xxh3-64", "crc32"]
 class Checks:
     """Checksummed byte ranges of one file, ascending and disjoint.
 
-    Ranges of `xxh3-64` are small blocks: a reader widens its read to whole ones. Those of `crc32` are whole zip
-    entries: they are checked whenever all of one has been read.
+    Ranges of `xxh3-64` are small blocks of one size, the last may be shorter, without gaps: a reader widens its read to
+    whole ones. Those of `crc32` are whole zip entries: they are checked whenever all of one has been read.
+    Raises ValueError for blocks that are otherwise.
     """
 
     algorithm: Algorithm
     start: Ints
     stop: Ints
     digest: NDArray[np.uint64]
+
+    def __post_init__(self) -> None:
+        if self.algorithm == "xxh3-64" and len(self.start):
+            size = self.stop - self.start
+            if (size[:-1] != size[0]).any() or not 0 < size[-1] <= size[0] or (self.start[1:] != self.stop[:-1]).any():
+                raise ValueError("checksummed blocks are of one size and follow one another")
 
 
 class CheckSource(Protocol):

@@ -57,6 +57,11 @@ def steps(checks: Checks | None, start: int, stop: int, size: int) -> Iterator[t
 
 def inside(checks: Checks, start: int, stop: int) -> range:
     """Indices of the checked ranges that lie wholly within [start, stop)."""
+    if len(checks.start) and checks.algorithm == "xxh3-64":
+        origin, size, count = int(checks.start[0]), int(checks.stop[0] - checks.start[0]), len(checks.start)
+        first = max(0, -((origin - start) // size))
+        last = count if stop >= int(checks.stop[-1]) else max(0, min(count - 1, (stop - origin) // size))
+        return range(first, max(first, last))
     first = int(np.searchsorted(checks.start, start, side="left"))
     return range(first, max(first, int(np.searchsorted(checks.stop, stop, side="right"))))
 

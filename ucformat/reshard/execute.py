@@ -139,6 +139,8 @@ class _Execution:
             plan = arrange(uneven)
             self.flat = _flat(plan, flat_dest)
         self.plan = plan
+        self.file_start: list[int] = plan.start.tolist()
+        self.dest_start = _dest_starts(plan, self.kinds)
         self.bytes_of: dict[int, Bytes] = {}
         self.checks: dict[int, Checks | None] = {}
         self.ledgers: dict[int, sums.Ledger] = {}
@@ -351,13 +353,8 @@ class _Execution:
         image = self.bytes_of.get(want)
         if image is None:
             image = self.bytes_of[want] = self.dest[want].reshape(-1).view(torch.uint8).numpy()
-        at = self._dest_start(piece, want) + start - int(self.plan.start[piece])
+        at = self.dest_start[piece] + start - self.file_start[piece]
         return image[at : at + stop - start]
-
-    def _dest_start(self, piece: int, want: int) -> int:
-        stride = row_major(self.plan.wants.length[want : want + 1])[0]
-        items = ((self.plan.offset[piece] - self.plan.wants.offset[want]) * stride).sum()
-        return int(items) * self.kinds[want].itemsize
 
     def _copy_box(self, piece: int, data: Bytes) -> None:
         want = int(self.plan.want[piece])
@@ -385,6 +382,17 @@ def _flat(plan: ReadPlan, flat_dest: NDArray[np.bool_]) -> NDArray[np.bool_]:
     dense = ((plan.length == 1) | (stride == row_major(plan.length))).all(axis=1)
     flat: NDArray[np.bool_] = plan.contiguous & dense & flat_dest[plan.want]
     return flat
+
+
+def _dest_starts(plan: ReadPlan, kinds: Sequence[DType]) -> list[int]:
+    """(K,) where each piece begins in the row-major bytes of its destination."""
+    if not len(plan.want):
+        return []
+    stride: Ints = row_major(plan.wants.length)[plan.want]
+    size = np.array([kind.itemsize for kind in kinds], dtype=np.int64)[plan.want]
+    items = ((plan.offset - plan.wants.offset[plan.want]) * stride).sum(axis=1)
+    starts: list[int] = (items * size).tolist()
+    return starts
 
 
 def _typed(data: Bytes, kind: DType) -> torch.Tensor:
