@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +94,8 @@ class Pipeline:
 def train(args: argparse.Namespace, run: Pipeline) -> None:
     """Go on to step `args.steps`, with a snapshot of every step."""
     step = run.restore()
+    if run.rank == args.kill_rank:
+        run.snap.on_copied = lambda at, copied, total: die_in_mid_copy(at, copied, total, args.at_step)
     tell_state(args, run, "resumed", step)
     while step < args.steps:
         began = time.perf_counter()
@@ -103,8 +104,6 @@ def train(args: argparse.Namespace, run: Pipeline) -> None:
         run.tell("step", step=step, loss=loss, seconds=round(time.perf_counter() - began, 3))
         tell_state(args, run, "state", step)
         run.take(step)
-        if (run.rank, step) == (args.kill_rank, args.at_step):
-            threading.Thread(target=die_in_mid_copy, args=(run.snap,), daemon=True).start()
 
 
 def tell_state(args: argparse.Namespace, run: Pipeline, event: str, step: int) -> None:
@@ -112,14 +111,12 @@ def tell_state(args: argparse.Namespace, run: Pipeline, event: str, step: int) -
     run.tell(event, step=step, position=run.sampler.position, tensors=tensors)
 
 
-def die_in_mid_copy(snap: ucformat.Snapshotter) -> None:
-    """SIGKILL this process when a part of the version is copied, and a part is not."""
-    while True:  # without a rest: that moment lasts a millisecond or two
-        step, copied, total = snap.copying() or (0, 0, 0)
-        if 0 < copied < total:
-            told = json.dumps({"event": "killed", "step": step, "copied": copied, "total": total})
-            os.write(sys.stdout.fileno(), f"{told}\n".encode())  # past Python's buffer: nothing is flushed any more
-            os.kill(os.getpid(), signal.SIGKILL)
+def die_in_mid_copy(step: int, copied: int, total: int, victim: int) -> None:
+    """SIGKILL this process when a part of version `victim` is copied, and a part is not."""
+    if step == victim and copied < total:
+        told = json.dumps({"event": "killed", "step": step, "copied": copied, "total": total})
+        os.write(sys.stdout.fileno(), f"{told}\n".encode())  # past Python's buffer: nothing is flushed any more
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def parse_args() -> argparse.Namespace:

@@ -15,7 +15,7 @@ TIMEOUT_S = 120.0
 @pytest.mark.slow
 def test_a_run_killed_in_mid_copy_goes_on_from_the_step_before_as_if_nothing_had_happened(tmp_path: Path) -> None:
     def train(slots: str, *more: str) -> list[str]:
-        command = ("examples.pipeline", "--steps", "7", "--width", "128", "--digests", "--directory", str(tmp_path / slots))
+        command = ("examples.pipeline", "--steps", "7", "--digests", "--directory", str(tmp_path / slots))
         return torchrun(2, *command, *more)
 
     kill = ("--kill-rank", "1", "--at-step", "5")

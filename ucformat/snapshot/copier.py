@@ -32,6 +32,8 @@ class Work:
     """Where the bytes of each piece go; None as long as the place is not free. Asked until it is."""
     done: Callable[[], None] = lambda: None
     """Called once, when every byte is in place: before the deadline if possible, on the copying thread then."""
+    told: Callable[[int], None] | None = None
+    """Called after every chunk with the bytes copied so far, by the thread that copies."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class HostCopier:
         self._window: int | None = None
         self._until = 0.0
         self._step_began = 0.0
-        self._copying = False
+        self._copying = self._finishing = False
         self._stopping = False
         self._record = record
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -81,7 +83,7 @@ class HostCopier:
     @property
     def active(self) -> bool:
         """Whether a version is being copied."""
-        return self._work is not None
+        return self._work is not None or self._finishing
 
     @property
     def copied(self) -> int:
@@ -119,6 +121,7 @@ class HostCopier:
         began = now()
         with self._lock:
             work, self._work, self._window = self._work, None, None
+            self._finishing = work is not None
             while self._copying:
                 self._lock.wait()
             outcome = self._outcome
@@ -135,6 +138,7 @@ class HostCopier:
             outcome.failure = error
         outcome.exposed, outcome.busy_s = outcome.nbytes - before, busy
         outcome.exposed_s = now() - began
+        self._finishing = False
         return outcome
 
     def stop(self) -> None:
@@ -221,6 +225,8 @@ class HostCopier:
         ended = now()
         outcome.nbytes += stop - start
         outcome.busy_s += ended - began
+        if work.told is not None:
+            work.told(outcome.nbytes)
         if self._record:
             outcome.spans.append(Span(f"piece {piece} [{start}:{stop}]", began, ended))
         return stop - start

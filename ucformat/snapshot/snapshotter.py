@@ -12,7 +12,7 @@ wrong here reaches the training loop, unless `on_error="raise"`: it is skipped, 
 from __future__ import annotations
 
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,6 +123,8 @@ class Snapshotter:
         self._alone: float | None = None  # bytes per second, measured
         self._waiting: float | None = None
         self._gate = self._typical_gate = 0.0
+        self.on_copied: Callable[[int, int, int], None] | None = None
+        """Called after every chunk with step, bytes copied so far and bytes in all, by the thread that copies."""
         self._persist, self._hash_every = persist, hash_every
         self._persistence: Persistence | None = None
         self._restored: Restored | None = None
@@ -175,13 +177,6 @@ class Snapshotter:
         taking.report.step_ms = track.seconds * 1e3
         self.trace_log.add("copy", outcome.spans)
         self.trace_log.add("wait", [Span("deadline", began, now())])
-
-    def copying(self) -> tuple[int, int, int] | None:
-        """Step, bytes in place and bytes in all of the version that is copied at this moment; None when none is."""
-        taking, copier = self._taking, self._copier
-        if taking is None or copier is None or not copier.active:
-            return None
-        return taking.report.step, copier.copied, sum(len(self._places[min(self._places)][i]) for i in taking.chosen)
 
     def restore(self) -> Restored | None:
         """Restore the state in place from the newest version, in memory or storage; None when there is none.
@@ -236,7 +231,23 @@ class Snapshotter:
         report.mode, report.predicted_ms, report.window_use = plan.taken, plan.exposed * 1e3, plan.window_use
         report.nbytes = share.nbytes
         self._taking = taking
-        copier.begin(Work(plan, _renumber(fill, taking.chosen), partial(self._open, taking), partial(self._store, taking)))
+        copier.begin(
+            Work(
+                plan,
+                _renumber(fill, taking.chosen),
+                partial(self._open, taking),
+                partial(self._store, taking),
+                self._teller(taking),
+            )
+        )
+
+    def _teller(self, taking: _Taking) -> Callable[[int], None] | None:
+        """What tells `on_copied` of a version's progress."""
+        tell, step = self.on_copied, taking.report.step
+        if tell is None:
+            return None
+        total = sum(len(self._places[min(self._places)][i]) for i in taking.chosen)
+        return lambda copied: tell(step, copied, total)
 
     def _open(self, taking: _Taking) -> list[Bytes] | None:
         """The places of the pieces that are copied by plan, once there is a slot. Any thread."""
