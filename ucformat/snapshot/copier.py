@@ -72,23 +72,13 @@ class HostCopier:
         self._window: int | None = None
         self._until = 0.0
         self._step_began = 0.0
-        self._copying = self._finishing = False
+        self._copying = False
         self._stopping = False
         self._record = record
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._by_position: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="ucf-copy", daemon=True)
         self._thread.start()
-
-    @property
-    def active(self) -> bool:
-        """Whether a version is being copied."""
-        return self._work is not None or self._finishing
-
-    @property
-    def copied(self) -> int:
-        """Bytes of the version in hand that are in place."""
-        return self._outcome.nbytes
 
     def begin(self, work: Work) -> None:
         """Take on a version; the optimizer step that made it has ended."""
@@ -121,7 +111,6 @@ class HostCopier:
         began = now()
         with self._lock:
             work, self._work, self._window = self._work, None, None
-            self._finishing = work is not None
             while self._copying:
                 self._lock.wait()
             outcome = self._outcome
@@ -138,7 +127,6 @@ class HostCopier:
             outcome.failure = error
         outcome.exposed, outcome.busy_s = outcome.nbytes - before, busy
         outcome.exposed_s = now() - began
-        self._finishing = False
         return outcome
 
     def stop(self) -> None:
