@@ -31,7 +31,7 @@ from ucformat.values_json import (
 
 __all__ = [
     "MAX_DEPTH", "ArrayRef", "Opaque", "RankLocal", "TensorRef", "Where",
-    "decode", "encode", "escape", "join", "join_name", "merge", "split", "split_name", "unescape",
+    "decode", "encode", "escape", "join", "join_name", "merge", "split", "split_name", "unescape", "unite_aliases",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- names
@@ -296,3 +296,13 @@ def _longest(held: Held) -> int:
 
 def _kinds(held: Held) -> str:
     return ", ".join(sorted({type(x).__name__ for _, x in held}))
+
+
+def unite_aliases(ranks: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
+    """All ranks' aliases of tensors, from (rank, alias → name). Raises ValueConflictError when two ranks differ."""
+    out: dict[str, str] = {}
+    for rank, aliases in ranks:
+        for alias, target in aliases.items():
+            if out.setdefault(alias, target) != target:
+                raise ValueConflictError(alias, [rank], f"tied to {out[alias]} and to {target}")
+    return {alias: out.get(target, target) for alias, target in out.items()}

@@ -18,7 +18,7 @@ import msgspec
 
 from ucformat import values as trees
 from ucformat.catalog import Catalog, File, Notes
-from ucformat.errors import ChecksumError, FormatError, NotACheckpointError, UcformatError, ValueConflictError
+from ucformat.errors import ChecksumError, FormatError, NotACheckpointError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.source import Source
 from ucformat.manifest import VERSION, check_sizes, seal, unseal
@@ -280,12 +280,8 @@ def _values(version: Version, where: str) -> object:
 
 def _aliases(version: Version, names: set[str], where: str) -> dict[str, str]:
     """All ranks' aliases. Raises ValueConflictError when two ranks differ, FormatError for one that leads nowhere."""
-    out: dict[str, str] = {}
-    for item in version.held:
-        for alias, target in item.record.aliases.items():
-            if out.setdefault(alias, target) != target:
-                raise ValueConflictError(alias, [item.record.rank], f"tied to {out[alias]} and to {target}")
-    out = {alias: out.get(target, target) for alias, target in sorted(out.items())}
+    united = trees.unite_aliases((item.record.rank, item.record.aliases) for item in version.held)
+    out = dict(sorted(united.items()))
     for alias, target in out.items():
         if target not in names or alias in names:
             raise FormatError(where, f"alias {alias!r} of {target!r} does not name a stored tensor, or hides one")

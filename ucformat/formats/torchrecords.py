@@ -12,7 +12,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,20 @@ class RecordWriter:
         if self._put is not None:
             self._put(self._at, data)
         self._at += len(data)
+
+    def add_stream(
+        self, name: str, size: int, chunks: Iterator[tuple[int, int, Bytes]], told: Callable[[int], None] | None
+    ) -> None:
+        """A whole record of `size` bytes, from the next of `chunks` (see `image.stream`); `told` hears of each one's bytes."""
+        self.begin(name, size)
+        left = size
+        while left:
+            _, _, data = next(chunks)
+            self.append(data)
+            left -= len(data)
+            if told is not None:
+                told(len(data))
+        self.end()
 
     def skip(self) -> None:
         """Pass over the open record's bytes, when only sizes matter."""

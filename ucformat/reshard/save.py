@@ -15,7 +15,6 @@ from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.checks import digest
-from ucformat.errors import ValueConflictError
 from ucformat.formats import native
 from ucformat.formats.target import Target
 from ucformat.group import Group
@@ -61,12 +60,7 @@ class Division:
     @property
     def aliases(self) -> dict[str, str]:
         """All ranks' aliases. Raises ValueConflictError when two ranks tie one name to different tensors."""
-        out: dict[str, str] = {}
-        for number, rank in enumerate(self.ranks):
-            for alias, target in rank.aliases.items():
-                if out.setdefault(alias, target) != target:
-                    raise ValueConflictError(alias, [number], f"tied to {out[alias]} and to {target}")
-        return {alias: out.get(target, target) for alias, target in out.items()}
+        return values.unite_aliases((number, rank.aliases) for number, rank in enumerate(self.ranks))
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ When all are there, rank 0 commits, and `parts/` goes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ import numpy as np
 from ucformat import box as boxes
 from ucformat import values as trees
 from ucformat.catalog import Notes, TensorSpec
-from ucformat.errors import FormatError, RankFailedError, ValueConflictError
+from ucformat.errors import FormatError, RankFailedError
 from ucformat.formats import native
 from ucformat.formats.snapshot import SlotRecord
 from ucformat.manifest import VERSION, seal, unseal
@@ -178,7 +178,9 @@ def commit_parts(store: Store, step: int, parts: Sequence[Part]) -> None:
     merged = trees.merge([known[bytes(part.values)] for part in parts])
     mesh = {axis: size for part in parts for axis, size in part.mesh.items()}
     tables = [_table(part, store.url) for part in parts]
-    contents = native.Contents(merged, unite_aliases([part.aliases for part in parts]), Notes(native.NAME, step, mesh))
+    contents = native.Contents(
+        merged, trees.unite_aliases(enumerate(part.aliases for part in parts)), Notes(native.NAME, step, mesh)
+    )
     native.commit(store, native.Generation(0), tables, contents)
 
 
@@ -194,13 +196,3 @@ def _table(part: Part, url: str) -> native.ShardTable:
         boxes.pad(columns.offset, ndim, 0),
         boxes.pad(columns.length, ndim, 1),
     )
-
-
-def unite_aliases(ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """All ranks' aliases. Raises ValueConflictError when two tie one name to different tensors."""
-    out: dict[str, str] = {}
-    for number, aliases in enumerate(ranks):
-        for alias, target in aliases.items():
-            if out.setdefault(alias, target) != target:
-                raise ValueConflictError(alias, [number], f"tied to {out[alias]} and to {target}")
-    return {alias: out.get(target, target) for alias, target in out.items()}

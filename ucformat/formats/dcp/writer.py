@@ -259,15 +259,7 @@ def _write_items(job: WriteJob, placed: Sequence[Placed], put: Callable[[int, By
         out = RecordWriter(put, _TOP, p.start)
         write_head(out, p.item.data_pkl)
         for leaf, _ in p.item.tensors:
-            out.begin(f"data/{leaf.key}", leaf.nbytes)
-            left = leaf.nbytes
-            while left:
-                _, _, data = next(chunks)
-                out.append(data)
-                left -= len(data)
-                if job.on_bytes is not None:
-                    job.on_bytes(len(data))
-            out.end()
+            out.add_stream(f"data/{leaf.key}", leaf.nbytes, chunks, job.on_bytes)
         write_tail(out)
 
 

@@ -58,16 +58,8 @@ def _write_tensors(
 ) -> None:
     order = [index for held in pieces.values() for index, _ in held]
     chunks = stream([job.targets[index].nbytes for index in order], job.fill_of(order))
-    for name, leaf in leaves.items():
-        out.begin(f"data/{leaf.key}", leaf.nbytes)
-        left = sum(target.nbytes for _, target in pieces[name])
-        while left:
-            _, _, data = next(chunks)
-            out.append(data)
-            left -= len(data)
-            if job.on_bytes is not None:
-                job.on_bytes(len(data))
-        out.end()
+    for leaf in leaves.values():
+        out.add_stream(f"data/{leaf.key}", leaf.nbytes, chunks, job.on_bytes)
 
 
 def in_order(job: WriteJob) -> dict[str, list[tuple[int, Target]]]:
