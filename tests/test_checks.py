@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.box import Ints
-from ucformat.catalog import Checks
+from ucformat.catalog import Algorithm, Checks
 from ucformat.checks import Ledger, crc32_combine, digest
 from ucformat.storage import Bytes
 
@@ -58,3 +58,11 @@ def test_nothing_is_said_before_a_range_is_complete(step: int) -> None:
     told = [ledger.add(at, damaged[at : at + step]) for at in range(0, SIZE, step)]
     assert told.count(2) == 1
     assert told.index(2) == (390 - 1) // step
+
+
+@pytest.mark.parametrize("algorithm", ["crc32", "xxh3-64"])
+@given(st.lists(st.integers(0, SIZE), max_size=5))
+def test_a_checksum_does_not_tell_how_many_buffers_its_bytes_lie_in(algorithm: Algorithm, cuts: list[int]) -> None:
+    whole = data()
+    parts = np.split(whole, sorted(cuts))
+    assert digest(algorithm, *parts) == digest(algorithm, whole)

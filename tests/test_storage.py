@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.localdisk import ALIGNMENT, LocalStore, aligned
-from ucformat.storage import Bytes, Store, open_store, safe_path
+from ucformat.storage import Bytes, Sheet, Store, open_store, safe_path
 
 StoreMaker = Callable[[], Store]
 
@@ -39,6 +39,31 @@ def test_what_was_put_is_read_back_in_any_range(store: Store) -> None:
         for start in (0, 777):
             reader.read_into(start, out)
             assert out.tobytes() == data[start : start + 10]
+
+
+@pytest.mark.parametrize("sizes", [[5], [0, 7, 0], [1] * 2500, [3000, 1, 4096, 2]])
+def test_consecutive_bytes_are_read_into_many_buffers(store: Store, sizes: list[int]) -> None:
+    data = _data(10_000)
+    store.put("f", data.tobytes())
+    parts = [np.zeros(size, dtype=np.uint8) for size in sizes]
+    with store.reader("f") as reader:
+        reader.read_parts(17, parts)
+    assert np.concatenate(parts).tobytes() == data[17 : 17 + sum(sizes)].tobytes()
+    with pytest.raises(FormatError, match="ends at byte 10000"), store.reader("f") as reader:
+        reader.read_parts(9_000, [np.zeros(999, dtype=np.uint8), np.zeros(2, dtype=np.uint8)])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(0, 100), st.data())
+def test_a_sheet_knows_the_memory_of_every_byte(sizes: list[int], origin: int, draw: st.DataObject) -> None:
+    sheet = Sheet(origin, *(np.zeros(size, dtype=np.uint8) for size in sizes))
+    whole = sheet.cut(origin, sheet.stop)
+    assert [part.nbytes for part in whole] == sizes
+    for part, stop in zip(whole, np.cumsum(sizes), strict=True):
+        part[:] = np.arange(stop - part.nbytes, stop)
+    start = draw.draw(st.integers(0, sum(sizes)))
+    stop = draw.draw(st.integers(start, sum(sizes)))
+    found = b"".join(part.tobytes() for part in sheet.cut(origin + start, origin + stop))
+    assert found == np.arange(start, stop, dtype=np.uint8).tobytes()
 
 
 def test_a_put_replaces_the_file_of_that_name(store: Store) -> None:

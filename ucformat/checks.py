@@ -14,16 +14,24 @@ import xxhash
 
 from ucformat.box import Ints
 from ucformat.catalog import Algorithm, Checks
-from ucformat.storage import Bytes
+from ucformat.storage import Bytes, Sheet
 
 BLOCK_BYTES = 256 << 10  # small enough that a slice verifies little more than itself, long enough to hash at full speed
 
 
-def digest(algorithm: Algorithm, data: Bytes) -> int:
-    """The checksum of a buffer."""
-    if algorithm == "xxh3-64":
-        return int(xxhash.xxh3_64_intdigest(memoryview(data)))
-    return zlib.crc32(memoryview(data))
+def digest(algorithm: Algorithm, *parts: Bytes) -> int:
+    """The checksum of bytes that lie in one buffer, or in several one after the other."""
+    if algorithm == "crc32":
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(memoryview(part), crc)
+        return crc
+    if len(parts) == 1:
+        return int(xxhash.xxh3_64_intdigest(memoryview(parts[0])))
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(memoryview(part))
+    return int(hasher.intdigest())
 
 
 def blocks(start: int, stop: int, size: int) -> tuple[Ints, Ints]:
@@ -66,11 +74,10 @@ def inside(checks: Checks, start: int, stop: int) -> range:
     return range(first, max(first, int(np.searchsorted(checks.stop, stop, side="right"))))
 
 
-def mismatches(checks: Checks, start: int, data: Bytes) -> Iterator[int]:
-    """Indices of checked ranges wholly within `data` (bytes from `start` of the file) whose checksum differs."""
-    for i in inside(checks, start, start + data.nbytes):
-        begin = int(checks.start[i]) - start
-        if digest(checks.algorithm, data[begin : int(checks.stop[i]) - start]) != int(checks.digest[i]):
+def mismatches(checks: Checks, sheet: Sheet, start: int, stop: int) -> Iterator[int]:
+    """Indices of checked ranges wholly within bytes [start, stop) of the file, whose memory `sheet` knows, that are wrong."""
+    for i in inside(checks, start, stop):
+        if digest(checks.algorithm, *sheet.cut(int(checks.start[i]), int(checks.stop[i]))) != int(checks.digest[i]):
             yield i
 
 

@@ -22,6 +22,8 @@ from ucformat.storage import Bytes, Reader, Store, Writer, safe_path
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
 _SYNC_FILE_RANGE_WRITE = 2
+_NOW = getattr(os, "RWF_NOWAIT", 0)  # read what is in memory, or fail; 0 where that is unknown
+_VIEWS = 1024  # buffers that one call takes (IOV_MAX)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -67,25 +69,48 @@ class LocalReader(Reader):
             raise StorageError(full, error) from error
 
     def prefetch(self, start: int, nbytes: int) -> bool:
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise") and not self._is_here(start, nbytes):
             os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
         return True
 
-    def read_into(self, start: int, out: Bytes) -> None:
-        view, done = memoryview(out), 0
+    def _is_here(self, start: int, nbytes: int) -> bool:
+        """Whether both ends of a range are in the page cache. Asking for all of it would look at every page."""
+        if not _NOW:
+            return False
         try:
-            while done < len(view):
-                got = os.preadv(self._fd, [view[done:]], start + done)
+            return all(os.preadv(self._fd, [bytearray(1)], at, _NOW) for at in (start, start + nbytes - 1))
+        except OSError:  # would have to wait, or a file system that can't tell
+            return False
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        self.read_parts(start, [out])
+
+    def read_parts(self, start: int, parts: Sequence[Bytes]) -> None:
+        views = [memoryview(part) for part in parts if part.nbytes]
+        at, stop = start, start + sum(len(view) for view in views)
+        try:
+            while views:
+                got = os.preadv(self._fd, views[:_VIEWS], at)
                 if got == 0:
-                    raise FormatError(self._full, f"the file ends at byte {start + done}", start, start + len(view))
-                done += got
+                    raise FormatError(self._full, f"the file ends at byte {at}", start, stop)
+                at += got
+                views = _after(views, got)
         except IsADirectoryError:
             raise MissingFileError(self._full, "is a directory") from None
         except OSError as error:
-            raise StorageError(self._full, error, start, start + len(view)) from error
+            raise StorageError(self._full, error, start, stop) from error
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+
+def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `nbytes` bytes."""
+    for i, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= len(view)
+    return []
 
 
 class LocalWriter(Writer):

@@ -7,6 +7,7 @@ file for `put`; larger files go through a `Writer`, which is durable once closed
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -17,6 +18,34 @@ from ucformat.errors import FormatError
 
 Bytes = NDArray[np.uint8]
 """A flat writable or readable byte buffer."""
+
+
+class Sheet:
+    """Where consecutive bytes of a file go: buffers one after the other, the first for byte `start` of the file."""
+
+    def __init__(self, start: int, *buffers: Bytes) -> None:
+        self.stop = start
+        self._starts: list[int] = []
+        self._buffers: list[Bytes] = []
+        for buffer in buffers:
+            self.add(buffer)
+
+    def add(self, buffer: Bytes) -> None:
+        """Let the next bytes go to `buffer`."""
+        self._starts.append(self.stop)
+        self._buffers.append(buffer)
+        self.stop += buffer.nbytes
+
+    def cut(self, start: int, stop: int) -> list[Bytes]:
+        """The memory of bytes [start, stop) of the file, which lie in the sheet."""
+        parts = []
+        i = bisect_right(self._starts, start) - 1
+        while start < stop:
+            begin, buffer = self._starts[i], self._buffers[i]
+            parts.append(part := buffer[start - begin : stop - begin])
+            start += part.nbytes
+            i += 1
+        return parts
 
 
 class Writer(ABC):
@@ -56,6 +85,12 @@ class Reader:
     def read_into(self, start: int, out: Bytes) -> None:
         """As `Store.read_into`."""
         self._store.read_into(self._path, start, out)
+
+    def read_parts(self, start: int, parts: Sequence[Bytes]) -> None:
+        """Fill several buffers with the bytes from `start` on, one after the other. Raises what `read_into` does."""
+        for part in parts:
+            self.read_into(start, part)
+            start += part.nbytes
 
     def prefetch(self, start: int, nbytes: int) -> bool:
         """Have a range brought into memory in the background. True when reading it in small steps is then fastest."""

@@ -15,7 +15,7 @@ from ucformat.checks import digest
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, DTypeMismatchError, FormatError, MissingFileError, ShapeMismatchError
 from ucformat.localdisk import LocalStore
-from ucformat.reshard.execute import execute
+from ucformat.reshard.execute import DIRECT_BYTES, execute
 from ucformat.reshard.plan import TASK_BYTES, plan, wants
 from ucformat.reshard.read import read
 
@@ -102,6 +102,35 @@ def test_a_flipped_bit_anywhere_in_the_data_is_found_and_named(tmp_path: Path) -
         assert str(path) in str(caught.value)
         flip(path, at)
     assert torch.equal(read(catalog, "w2"), tensors["w2"])
+
+
+def test_small_and_large_tensors_of_one_read_go_where_they_belong(tmp_path: Path) -> None:
+    """Large ones are read in place, small ones and strided ones are copied out, in reads that they share."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3, 2 * DIRECT_BYTES, 5, 7, DIRECT_BYTES + 1, DIRECT_BYTES, 300_000, 1, 0, 40_000]
+    tensors = {
+        f"w{i:02}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for i, size in enumerate(3 * sizes)
+    }
+    tensors["strided"] = torch.randint(0, 256, (300, 301), dtype=torch.uint8, generator=generator)
+    catalog = open_native(write_native(tmp_path / "ck", tensors))
+    names = [*tensors, "w06"]  # one of them twice
+    dest = [torch.empty_like(tensors[name]) for name in names]
+    dest[names.index("strided")] = torch.empty(301, 300, dtype=torch.uint8).t()
+    execute(plan(catalog, wants(catalog, [(name, None) for name in names])), dest)
+    for name, found in zip(names, dest, strict=True):
+        assert torch.equal(found, tensors[name])
+    part = Box((1000,), (200_000,))
+    execute(
+        plan(catalog, wants(catalog, [("w06", part), ("w04", None)])), cut := [torch.empty(200_000, dtype=torch.uint8), dest[4]]
+    )
+    assert torch.equal(cut[0], tensors["w06"][1000:201_000])
+    path = tmp_path / "ck" / "shards" / "00000.safetensors"
+    for row in catalog.fragments.start.tolist():
+        flip(path, row)
+        with pytest.raises(ChecksumError) as caught:
+            execute(plan(catalog, wants(catalog, [(name, None) for name in names])), dest)
+        assert caught.value.start <= row < caught.value.stop
+        flip(path, row)
 
 
 def test_a_damaged_checksum_table_is_not_trusted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ becomes the value tree. `collect` is for saving; `restore` does the same walk to
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,11 @@ def collect(state: Mapping[str, object], group: Group | None = None) -> Collecte
     Raises UnrepresentableError and UnsupportedError naming the path. An error on one rank is RankFailedError on the others.
     """
     group = group or Group()
-    walker = Walker(state, group, loading=False)
+    return gather(Walker(state, group, loading=False), group)
+
+
+def gather(walker: Walker, group: Group) -> Collected:
+    """`collect` with a walker of the caller's own, which knows afterwards what it found where."""
     leaves, tree, error = _attempt(walker)
     leaves = settle(leaves, error, group)
     aliases = dict(walker.aliases)
@@ -101,8 +105,12 @@ class Walker:
     hyper-parameters are left out.
     """
 
-    def __init__(self, state: Mapping[str, object], group: Group, *, loading: bool) -> None:
+    def __init__(
+        self, state: Mapping[str, object], group: Group, *, loading: bool, meshes: Sequence[DeviceMesh] = ()
+    ) -> None:
         self.state, self.group, self.loading = state, group, loading
+        self.meshes = meshes
+        """On which the state is known to lie, beside those that it shows."""
         self.aliases: dict[str, str] = {}
         self.fixed: Leaves = {}
         self.objects: dict[tuple[str, str, str], object] = {}
@@ -138,7 +146,7 @@ class Walker:
         """All leaves by name, and the value tree."""
         if not self.found and not self.named:
             self.prepare()
-        _, self.coords = mesh_axes(_framing(self.state, self.found.values()))
+        _, self.coords = mesh_axes([*self.meshes, *framing(self.state, self.found.values())])
         tree = {key: item for key, item in ((k, self.node(x, (str(k),))) for k, x in self.state.items()) if item is not _GONE}
         for (top, key, part), item in self.objects.items():
             inner = tree.setdefault(top, {})
@@ -346,10 +354,10 @@ def mesh_axes(meshes: Iterable[DeviceMesh]) -> tuple[dict[str, int], dict[str, i
 
 
 def _meshes(leaves: Iterable[Leaf]) -> Iterator[DeviceMesh]:
-    return (item.frame.device_mesh for item in leaves if item.frame is not None)
+    return (item.frame.mesh for item in leaves if item.frame is not None)
 
 
-def _framing(state: object, found: Iterable[module.Found]) -> list[DeviceMesh]:
+def framing(state: object, found: Iterable[module.Found]) -> list[DeviceMesh]:
     """Meshes that the state lies on, before it is walked for good."""
     meshes = [mesh for item in found for mesh in _meshes(item.leaves.values())]
 

@@ -25,13 +25,18 @@ from ucformat.dtypes import DType
 from ucformat.errors import ChecksumError, DTypeMismatchError, ShapeMismatchError
 from ucformat.localdisk import aligned
 from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
-from ucformat.storage import Bytes, Reader
+from ucformat.storage import Bytes, Sheet
 
 AHEAD = 4  # tasks that are brought into memory before their turn
 GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 1 << 20  # read and hashed while still in the cache
+DIRECT_BYTES = 16 << 10  # shorter segments cost less to copy than as one more buffer of a read
 WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+Segment = tuple[int, int, int]
+"""(piece, first byte, one past the last byte)."""
 
 
 @dataclass(slots=True)
@@ -45,8 +50,7 @@ class _Task:
     """First byte that no earlier task has read."""
     cached: bool = False
     """Being brought into memory by the system: read it where it is verified."""
-    segments: list[tuple[int, int, int]] = field(default_factory=list)
-    """(piece, first byte, one past the last byte)."""
+    segments: list[Segment] = field(default_factory=list)
 
 
 def execute(
@@ -269,52 +273,45 @@ class _Execution:
             self._read_cached(task)
             return
         low, high = self._extent(task) if self.catalog.files[task.file].inline is None else (task.start, task.stop)
+        sheet = Sheet(low, data)
         for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
-            self._verify(task, start, data[start - low : stop - low])
-        self._scatter(task, data[task.start - low : task.stop - low], task.start)
+            self._verify(task, sheet, start, stop)
+        self._scatter(task.segments, data, low)
 
     def _read_cached(self, task: _Task) -> None:
+        """Read straight into the destinations where that is possible, the rest through scratch memory."""
+        low, high = self._extent(task)
+        data = self._scratch(low, high - low)
+        sheet, rest = self._sheet(task, data, low)
         with self.catalog.store.reader(self.catalog.files[task.file].path) as reader:
-            piece, start, stop = task.segments[0]
-            if len(task.segments) == 1 and self.flat[piece]:
-                self._read_flat(task, reader, self._flat_dest(piece, start, stop))
+            for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
+                reader.read_parts(start, sheet.cut(start, stop))
+                self._verify(task, sheet, start, stop)
+        self._scatter(rest, data, low)
+
+    def _sheet(self, task: _Task, data: Bytes, low: int) -> tuple[Sheet, list[Segment]]:
+        """Where the bytes of a task's extent from `low` go, of which `data` takes any; the segments to copy out of that."""
+        sheet, rest, reached = Sheet(low), [], low
+        segments = task.segments
+        for i, segment in enumerate(segments):
+            piece, start, stop = segment
+            alone = start >= reached and (i + 1 == len(segments) or segments[i + 1][1] >= stop)
+            if alone and self.flat[piece] and stop - start >= DIRECT_BYTES:
+                if sheet.stop < start:
+                    sheet.add(data[sheet.stop - low : start - low])
+                sheet.add(self._flat_dest(piece, start, stop))
             else:
-                self._read_scattered(task, reader)
+                rest.append(segment)
+            reached = max(reached, stop)
+        if sheet.stop < low + len(data):
+            sheet.add(data[sheet.stop - low :])
+        return sheet, rest
 
     def _useful(self, piece: int, start: int, stop: int) -> int:
         if self.plan.contiguous[piece]:
             return stop - start
         want = int(self.plan.want[piece])
         return int(np.prod(self.plan.length[piece])) * self.kinds[want].itemsize
-
-    def _read_flat(self, task: _Task, reader: Reader, out: Bytes) -> None:
-        """Read straight into the destination; blocks that reach beyond it pass through scratch memory."""
-        found = self.checks[task.file]
-        low, high = task.start, task.stop
-        if found is not None and found.algorithm == "xxh3-64":
-            whole = sums.inside(found, task.start, task.stop)
-            if not whole:
-                self._read_scattered(task, reader)
-                return
-            low, high = int(found.start[whole[0]]), int(found.stop[whole[-1]])
-        for start, stop in sums.steps(found, low, high, VERIFY_BYTES):
-            part = out[start - task.start : stop - task.start]
-            reader.read_into(start, part)
-            self._verify(task, start, part)
-        for start, stop in ((task.start, low), (high, task.stop)):
-            if start < stop:
-                edge = _Task(task.file, start, stop, stop, segments=[(task.segments[0][0], start, stop)])
-                self._read_scattered(edge, reader)
-
-    def _read_scattered(self, task: _Task, reader: Reader) -> None:
-        """Read into scratch memory, verify, copy out."""
-        low, high = self._extent(task)
-        data = self._scratch(low, high - low)
-        for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
-            part = data[start - low : stop - low]
-            reader.read_into(start, part)
-            self._verify(task, start, part)
-        self._scatter(task, data[task.start - low : task.stop - low], task.start)
 
     def _scratch(self, start: int, nbytes: int) -> Bytes:
         """The thread's buffer, placed so that memory and file have equal alignment."""
@@ -324,23 +321,27 @@ class _Execution:
             buffer = self.scratch.buffer = aligned(max(nbytes + skew, TASK_BYTES + (1 << 20)))
         return buffer[skew : skew + nbytes]
 
-    def _verify(self, task: _Task, start: int, data: Bytes) -> None:
+    def _verify(self, task: _Task, sheet: Sheet, start: int, stop: int) -> None:
+        """Compare the checksums of bytes [start, stop), or note them where ranges arrive in parts."""
         found = self.checks[task.file]
         if found is None:
             return
         wrong: int | None = None
         if found.algorithm == "xxh3-64":
-            wrong = next(sums.mismatches(found, start, data), None)
-        elif start + data.nbytes > task.fresh:
-            skip = max(0, task.fresh - start)
-            wrong = self.ledgers[task.file].add(start + skip, data[skip:])
+            wrong = next(sums.mismatches(found, sheet, start, stop), None)
+        else:
+            at = max(start, task.fresh)
+            for part in sheet.cut(at, stop):
+                wrong = self.ledgers[task.file].add(at, part) if wrong is None else wrong
+                at += part.nbytes
         if wrong is not None:
             raise damaged(self.catalog, task.file, found, wrong)
 
     # -- scatter -------------------------------------------------------------------------------------------------
 
-    def _scatter(self, task: _Task, data: Bytes, origin: int) -> None:
-        for piece, start, stop in task.segments:
+    def _scatter(self, segments: Sequence[Segment], data: Bytes, origin: int) -> None:
+        """Copy segments out of `data`, the bytes of the file from `origin` on."""
+        for piece, start, stop in segments:
             part = data[start - origin : stop - origin]
             if self.flat[piece]:
                 self._flat_dest(piece, start, stop)[:] = part

@@ -9,18 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from ucformat.errors import UnrepresentableError, UnsupportedError
 from ucformat.reshard.placement import Placed, Split, flat, grid, shard, whole
 from ucformat.reshard.wrappers import FlatShard, Shard
 
 Part = tuple[torch.Tensor, Placed]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """How a DTensor lies on its mesh."""
+
+    mesh: DeviceMesh
+    sizes: tuple[int, ...]
+    """Shape of the mesh."""
+    coordinate: tuple[int, ...]
+    """This rank's place on it."""
+    splits: tuple[Split, ...]
+    """The placements as splits, in the order in which they apply."""
+    replicated: bool
+    """Other ranks may hold the same boxes: on a mesh axis that repeats the tensor, or outside the mesh."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +48,8 @@ class Leaf:
     dtype: torch.dtype
     parts: tuple[Part, ...]
     """Local tensors and how they are placed; with a `frame`, one tensor whose placement is a first guess."""
-    frame: DTensor | None = None
-    """The DTensor whose placements the one local tensor follows. Its sizes may need settling with other ranks."""
+    frame: Frame | None = None
+    """What the one local tensor of a DTensor follows. Its sizes may need settling with other ranks."""
     checked: bool = False
     """Meant to be equal on all ranks that hold it, and nothing but a check can tell."""
     name: str | None = None
@@ -95,56 +112,60 @@ def local_of(tensor: DTensor, at: str) -> torch.Tensor:
     return plain(local, at)
 
 
-def spread(frame: DTensor, local: torch.Tensor, at: str) -> Leaf:
-    """The leaf of `local`, a tensor that is sharded as `frame` is."""
-    shape = tuple(frame.shape)
-    coordinate = frame.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
+def spread(tensor: DTensor, local: torch.Tensor, at: str) -> Leaf:
+    """The leaf of `local`, a tensor that is sharded as `tensor` is."""
+    shape = tuple(tensor.shape)
+    order = getattr(tensor._spec, "shard_order", None) or ()  # has no public face yet
+    try:
+        frame = _frame(_Same(tensor.device_mesh), tuple(tensor.placements), order, len(shape), dist.get_world_size())
+    except ValueError as error:
+        raise UnsupportedError(at, f"a DTensor with placements {tensor.placements} {error}: redistribute it first") from None
+    if frame is None:
         return Leaf(shape, local.dtype, ())
-    sizes = mesh_shape(frame)
-    cuts = [split.at(coordinate) for split in splits(frame, at)]
-    placed = grid(shape, cuts, replicated=replicated(frame, sizes))
-    return Leaf(shape, local.dtype, ((local, placed),), frame=frame)
+    return Leaf(shape, local.dtype, ((local, _placed(shape, frame)),), frame=frame)
 
 
-def mesh_shape(frame: DTensor) -> tuple[int, ...]:
-    return tuple(frame.device_mesh.shape)  # not `.mesh.shape`: that tensor is built anew each time
+class _Same:
+    """A mesh as a key, by identity: on an equal mesh of an earlier process group this rank may have had another place."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.mesh is self.mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
 
 
-def replicated(frame: DTensor, sizes: Sequence[int]) -> bool:
-    """Whether other ranks may hold the same boxes: on a mesh axis that repeats the tensor, or outside the mesh.
+@lru_cache(maxsize=256)  # a model's tensors lie on a few meshes, in a few ways
+def _frame(same: _Same, placements: tuple[Placement, ...], order: Sequence[Any], ndim: int, world: int) -> Frame | None:
+    """The frame of DTensors with these placements; None on ranks outside the mesh. Raises ValueError saying what is wrong."""
+    mesh = same.mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    if any(p.is_partial() for p in placements):
+        raise ValueError("is a pending sum")
+    sizes = tuple(mesh.shape)  # not `.mesh.shape`: that tensor is built anew each time
+    axes = [axis for axis, p in enumerate(placements) if not p.is_replicate()]
+    if any(getattr(placements[axis], "dim", None) is None for axis in axes):
+        raise ValueError("is not known")
+    named = [axis for entry in order for axis in entry.mesh_dims]  # left to right, unless the DTensor says otherwise
+    splits = tuple(
+        Split(axis, cast(Any, placements[axis]).dim % max(ndim, 1), sizes[axis], getattr(placements[axis], "split_factor", 1))
+        for axis in (named if sorted(named) == axes else axes)
+    )
+    # A model that is sharded on a `tp` mesh and repeated by DDP says nothing of the latter in its DTensors.
+    repeated = any(p.is_replicate() and n > 1 for p, n in zip(placements, sizes, strict=True)) or math.prod(sizes) < world
+    return Frame(mesh, sizes, tuple(coordinate), splits, repeated)
 
-    A model that is sharded on a `tp` mesh and repeated by DDP says nothing of the latter in its DTensors.
-    """
-    if any(p.is_replicate() and n > 1 for p, n in zip(frame.placements, sizes, strict=True)):
-        return True
-    return math.prod(sizes) < dist.get_world_size()
 
-
-def shard_axes(frame: DTensor, at: str) -> list[int]:
-    """Mesh dimensions that shard the tensor, in the order in which they do.
-
-    Left to right, unless the DTensor says otherwise (`shard_order` of newer torch). Raises UnsupportedError for pending sums.
-    """
-    if any(p.is_partial() for p in frame.placements):
-        raise UnsupportedError(at, f"a DTensor with placements {frame.placements} is a pending sum: redistribute it first")
-    axes = [axis for axis, p in enumerate(frame.placements) if not p.is_replicate()]
-    order = getattr(frame._spec, "shard_order", None) or ()  # has no public face yet
-    named = [axis for entry in order for axis in entry.mesh_dims]
-    return named if sorted(named) == axes else axes
-
-
-def splits(frame: DTensor, at: str) -> list[Split]:
-    """The placements of a DTensor as splits, in the order in which they apply."""
-    sizes = mesh_shape(frame)
-    out = []
-    for axis in shard_axes(frame, at):
-        placement = frame.placements[axis]
-        dim = getattr(placement, "dim", None)
-        if dim is None:
-            raise UnsupportedError(at, f"a DTensor with the placement {placement} is not known: redistribute it first")
-        out.append(Split(axis, dim % max(len(frame.shape), 1), sizes[axis], getattr(placement, "split_factor", 1)))
-    return out
+@lru_cache(maxsize=4096)  # layers repeat each other's shapes
+def _placed(shape: tuple[int, ...], frame: Frame) -> Placed:
+    return grid(shape, [split.at(frame.coordinate) for split in frame.splits], replicated=frame.replicated)
 
 
 def _array(x: np.ndarray, at: str) -> torch.Tensor:

@@ -42,7 +42,9 @@ class Placed:
     def views(self, local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Each box with the view of `local` (of the local shape, any strides) that holds it."""
         for held in self.held:
-            if isinstance(held.at, Box):
+            if isinstance(held.at, Box) and held.at.length == self.local:
+                yield held.box, local
+            elif isinstance(held.at, Box):
                 yield held.box, local[held.at.slices]
             else:
                 yield held.box, local[held.at : held.at + held.box.volume].view(held.box.length)

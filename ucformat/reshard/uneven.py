@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.errors import RankFailedError, UnsupportedError
 from ucformat.group import Group
-from ucformat.reshard.leaf import Leaf, mesh_shape, replicated, splits
+from ucformat.reshard.leaf import Leaf
 from ucformat.reshard.placement import Placed, Split, grid, inner_first, is_even, shard
 
 MeshKey = str
@@ -50,21 +50,17 @@ def claim(leaf: Leaf) -> Claim:
     """The claim of a leaf that has a frame and a part."""
     frame = leaf.frame
     assert frame is not None
-    mesh = frame.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    sizes = mesh_shape(frame)
     local, placed = leaf.parts[0]
-    cuts = tuple(splits(frame, ""))
+    size = tuple(local.shape)
     return Claim(
-        mesh=_mesh_key(mesh),
-        sizes=sizes,
-        coordinate=tuple(coordinate),
-        splits=cuts,
+        mesh=_mesh_key(frame.mesh),
+        sizes=frame.sizes,
+        coordinate=frame.coordinate,
+        splits=frame.splits,
         shape=leaf.shape,
-        local=tuple(local.shape),
-        regular=tuple(local.shape) == placed.local and is_even(leaf.shape, cuts),
-        replicated=replicated(frame, sizes),
+        local=size,
+        regular=size == placed.local and is_even(leaf.shape, frame.splits),
+        replicated=frame.replicated,
     )
 
 

@@ -28,7 +28,7 @@ from ucformat.formats import native
 from ucformat.reshard.execute import tensors_at
 from ucformat.reshard.plan import plan, wants
 from ucformat.shard import ShardChecks, hex_digest
-from ucformat.storage import Bytes, Reader
+from ucformat.storage import Bytes, Reader, Sheet
 
 STEP_BYTES = 4 << 20  # read and hashed at a time by one thread
 THREADS = 4
@@ -164,7 +164,7 @@ def _ranges(found: Checks, reader: Reader, on_bytes: Callable[[int], None] | Non
         if stop - start <= STEP_BYTES:
             data = buffer[: stop - start]
             reader.read_into(start, data)
-            wrong = set(sums.mismatches(found, start, data))
+            wrong = set(sums.mismatches(found, Sheet(start, data), start, stop))
             yield from ((int(found.start[i]), int(found.stop[i]), i in wrong) for i in range(first, last))
         else:
             yield start, stop, _crc(reader, start, stop, buffer) != int(found.digest[first])
