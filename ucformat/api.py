@@ -43,7 +43,8 @@ def save(
     A committed checkpoint is replaced only with `overwrite`, and then in one step.
 
     Plain tensors that several ranks hold are stored once; `check_replicas` compares them first (up to 64 KiB of
-    each). `on_bytes` is told of the bytes written, from any thread.
+    each). Modules' buffers may differ, as they do under DDP: the first rank's are stored. `on_bytes` is told of the bytes
+    written, from any thread.
 
     Raises ExistsError, UnrepresentableError and UnsupportedError (naming the path in `state`), ValueConflictError when ranks
     disagree, StorageError, and RankFailedError on ranks whose peers failed. Then nothing was committed.

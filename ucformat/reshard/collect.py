@@ -41,7 +41,9 @@ class Piece:
     replicated: bool
     """Other ranks may hold the same box. False only where that can't be: replicas are then written once per rank."""
     checked: bool
-    """Nothing but a comparison tells whether the ranks agree: plain tensors, module buffers apart (they may drift under DDP)."""
+    """Nothing but a comparison tells whether the ranks agree: plain tensors, module buffers apart."""
+    drifts: bool = False
+    """Replicas may differ, and the first rank's counts: module buffers, which DDP broadcasts from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,7 @@ class Walker:
     hyper-parameters are left out.
     """
 
-    def __init__(
-        self, state: Mapping[str, object], group: Group, *, loading: bool, meshes: Sequence[DeviceMesh] = ()
-    ) -> None:
+    def __init__(self, state: Mapping[str, object], group: Group, *, loading: bool, meshes: Sequence[DeviceMesh] = ()) -> None:
         self.state, self.group, self.loading = state, group, loading
         self.meshes = meshes
         """On which the state is known to lie, beside those that it shows."""
@@ -164,6 +164,8 @@ class Walker:
 
     def node(self, x: Any, at: tuple[str, ...]) -> Any:
         """`x` as a nest of plain containers, values and leaves."""
+        if type(x) in _PLAIN:
+            return x
         path = "/".join(at)
         if id(x) in self.found:
             return self._module(self.found[id(x)], at)
@@ -244,6 +246,7 @@ class Walker:
         return _GONE
 
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _GONE: Any = object()  # what stays of items that are stored elsewhere, or not at all
 
 
@@ -271,7 +274,8 @@ def _visit(x: Any, at: tuple[str, ...], stop: Callable[[Any, tuple[str, ...]], b
     if at and stop(x, at):
         return
     for key, item in x.items() if isinstance(x, Mapping) else enumerate(x):
-        _visit(item, (*at, str(key)), stop)
+        if type(item) not in _PLAIN:
+            _visit(item, (*at, str(key)), stop)
 
 
 def unite(groups: list[Any], key: str) -> list[Any]:
@@ -329,7 +333,9 @@ def _pieces(name: str, item: Leaf, specs: dict[str, TensorSpec]) -> list[Piece]:
     if specs.setdefault(name, spec) != spec:
         known = specs[name]
         raise UnsupportedError(name, f"shards of one tensor disagree: {known.dtype} {known.shape} and {spec.dtype} {spec.shape}")
-    return [Piece(spec, box, view, placed.replicated, item.checked) for box, view, placed in _views(name, item.parts)]
+    return [
+        Piece(spec, box, view, placed.replicated, item.checked, item.drifts) for box, view, placed in _views(name, item.parts)
+    ]
 
 
 def _views(name: str, parts: Iterable[Part]) -> Iterable[tuple[Box, torch.Tensor, Any]]:

@@ -52,6 +52,8 @@ class Leaf:
     """What the one local tensor of a DTensor follows. Its sizes may need settling with other ranks."""
     checked: bool = False
     """Meant to be equal on all ranks that hold it, and nothing but a check can tell."""
+    drifts: bool = False
+    """Replicas may differ, and the first rank's counts: buffers, as DDP broadcasts them."""
     name: str | None = None
     """The name of the tensor, when its place in the state does not tell."""
     loose: bool = False
@@ -63,8 +65,8 @@ def is_tensor(x: object) -> bool:
     return isinstance(x, (torch.Tensor, Shard, FlatShard)) or _is_sharded_tensor(x)
 
 
-def leaf(x: object, at: str, *, checked: bool = True) -> Leaf:
-    """The leaf of a tensor of any kind. `at` is its path, for messages.
+def leaf(x: object, at: str, *, drifts: bool = False) -> Leaf:
+    """The leaf of a tensor of any kind. `at` is its path, for messages; `drifts` is about plain tensors.
 
     Raises UnsupportedError for tensors without plain bytes (meta, sparse, quantised, wrapper subclasses) and pending sums.
     """
@@ -79,14 +81,14 @@ def leaf(x: object, at: str, *, checked: bool = True) -> Leaf:
     if _is_sharded_tensor(x):
         return _sharded_tensor(x, at)
     if isinstance(x, np.ndarray):
-        return _single(_array(x, at), whole(x.shape), checked=checked)
+        return _single(_array(x, at), whole(x.shape), checked=True)
     assert isinstance(x, torch.Tensor)
     local = plain(x, at)
-    return _single(local, whole(local.shape), checked=checked)
+    return _single(local, whole(local.shape), checked=not drifts, drifts=drifts)
 
 
-def _single(local: torch.Tensor, placed: Placed, *, checked: bool = False) -> Leaf:
-    return Leaf(placed.shape, local.dtype, ((local, placed),), checked=checked)
+def _single(local: torch.Tensor, placed: Placed, *, checked: bool = False, drifts: bool = False) -> Leaf:
+    return Leaf(placed.shape, local.dtype, ((local, placed),), checked=checked, drifts=drifts)
 
 
 def plain(tensor: torch.Tensor, at: str) -> torch.Tensor:

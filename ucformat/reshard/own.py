@@ -1,4 +1,4 @@
-"""Who writes what: replicas are written once, by the holder with the least to write.
+"""Who writes what: replicas are written once, by the holder with the least to write, or by the first where they may differ.
 
 Pure functions on what each rank offers; every rank computes the same answer from the same exchange.
 """
@@ -25,7 +25,9 @@ class Offer:
     length: tuple[int, ...]
     nbytes: int
     digest: int | None
-    """Checksum of (a sample of) its bytes, or None when replicas may drift."""
+    """Checksum of (a sample of) its bytes, or None when replicas need not be compared."""
+    drifts: bool = False
+    """Replicas may differ: the first rank's is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ def choose(ranks: Sequence[Offers]) -> list[list[bool]]:
     for key in sorted(holders, key=lambda key: (-size[key], key)):
         held = holders[key]
         _compare(key[0], [(rank, ranks[rank].shared[at].digest) for rank, at in held])
-        rank, at = min(held, key=lambda item: (load[item[0]], item[0]))
+        drifts = any(ranks[rank].shared[at].drifts for rank, at in held)
+        rank, at = min(held) if drifts else min(held, key=lambda item: (load[item[0]], item[0]))
         chosen[rank][at] = True
         load[rank] += size[key]
     return chosen

@@ -6,8 +6,9 @@ on any rank reaches every rank, and nothing is committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -98,15 +99,14 @@ def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, 
     """
     division = divide(collect(state, group), group, check_replicas=options.check_replicas)
     generation = _prepare(store, options, group)
-    table: native.ShardTable | None = None
+    tables: list[native.ShardTable] = []
     with group.together(f"writing {store.url}"):
         pieces = division.pieces
         targets = [Target(piece.spec, piece.box) for piece in pieces]
         targets += [Target(spec, Box.whole(spec.shape)) for spec in division.empty]
         fill = TensorFill([piece.view for piece in pieces], [piece.spec.kind for piece in pieces])
-        table = native.put_shard(store, generation.shard(group.rank), targets, fill, options.on_bytes)
-    assert table is not None
-    _commit(store, generation, table, division, options, group)
+        tables = native.put_shards(store, partial(generation.shard, group.rank), targets, fill, options.on_bytes)
+    _commit(store, generation, tables, division, options, group)
 
 
 def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
@@ -119,6 +119,7 @@ def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
             piece.box.length,
             _nbytes(piece),
             sample(piece.view) if check and piece.checked else None,
+            piece.drifts,
         )
         for piece in shared
     )
@@ -145,7 +146,7 @@ def _prepare(store: Store, options: SaveOptions, group: Group) -> native.Generat
 def _commit(
     store: Store,
     generation: native.Generation,
-    table: native.ShardTable,
+    tables: Sequence[native.ShardTable],
     division: Division,
     options: SaveOptions,
     group: Group,
@@ -153,11 +154,13 @@ def _commit(
     """Rank 0 gathers tables and value trees (each different one once) and commits."""
     digests = [rank.tree_digest for rank in division.ranks]
     first = digests.index(digests[group.rank]) == group.rank
-    tables = group.gather(table)
+    ranks = group.gather(tables)
     trees = group.gather(division.tree if first else None)
     with group.together(f"committing {store.url}"):
         if group.rank == 0:
             known = {key: tree for key, tree in zip(digests, trees, strict=True) if tree is not None}
             merged = values.merge([values.decode(known[key], store.url) for key in digests])
             notes = Notes(native.NAME, options.step, division.mesh)
-            native.commit(store, generation, tables, native.Contents(merged, division.aliases, notes))
+            native.commit(
+                store, generation, [table for held in ranks for table in held], native.Contents(merged, division.aliases, notes)
+            )
