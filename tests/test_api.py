@@ -342,7 +342,7 @@ TORN = """
     import torch, torch.distributed as dist
     from datetime import timedelta
     import ucformat
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     step, victim, after = map(int, sys.argv[2:])
     seen = 0
@@ -353,6 +353,7 @@ TORN = """
             os.kill(os.getpid(), signal.SIGKILL)
     state = {"w": ucformat.Shard(torch.full((6_000_000,), float(step)), (12_000_000,), (rank * 6_000_000,))}
     ucformat.save(sys.argv[1], state, step=step, on_bytes=on_bytes)
+    dist.barrier()  # a rank that leaves early would break the other's last collective
     dist.destroy_process_group()
 """
 

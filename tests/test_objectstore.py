@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import torch
 from moto.server import ThreadedMotoServer
 
 import ucformat
-from tests.checkpoints import bits
-from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, StorageError
+from tests.checkpoints import bits, flip
+from ucformat.errors import ChecksumError, ExistsError, MissingFileError, NotACheckpointError, StorageError
 from ucformat.formats import native
 from ucformat.storage import open_store
 
@@ -83,6 +84,24 @@ def test_conversions_run_from_s3_to_s3(bucket: str) -> None:
         ucformat.convert(f"{bucket}/src", f"{bucket}/out-{to}", to, select=["model/*"])
         found = ucformat.open(f"{bucket}/out-{to}")
         assert bits(found["model/w"].read()) == bits(_state(5)["model"]["w"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torchsave", "native"])
+def test_a_failed_conversion_leaves_the_checkpoint_on_s3_that_it_was_to_replace(bucket: str, to: str, tmp_path: Path) -> None:
+    dst = f"{bucket}/replaced-{to}" + (".pt" if to == "torchsave" else "")
+    ucformat.save(str(tmp_path / "old"), _state(1))
+    ucformat.save(str(tmp_path / "new"), _state(2))
+    ucformat.convert(str(tmp_path / "old"), dst, to, select=["model/*"])
+    shard = next((tmp_path / "new/shards").iterdir())
+    flip(shard, shard.stat().st_size // 2)
+    with pytest.raises(ChecksumError):
+        ucformat.convert(str(tmp_path / "new"), dst, to, select=["model/*"], overwrite=True)
+    assert bits(ucformat.open(dst)["model/w"].read()) == bits(_state(1)["model"]["w"])  # type: ignore[index]
+    flip(shard, shard.stat().st_size // 2)
+    ucformat.convert(str(tmp_path / "new"), dst, to, select=["model/*"], overwrite=True)
+    assert bits(ucformat.open(dst)["model/w"].read()) == bits(_state(2)["model"]["w"])  # type: ignore[index]
+    parent, _, _ = dst.rpartition("/")
+    assert not [found for found in (*open_store(parent).list(), *open_store(dst).list()) if "partial" in found]
 
 
 def test_an_upload_that_breaks_off_leaves_no_object(bucket: str) -> None:

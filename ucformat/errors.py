@@ -171,11 +171,12 @@ class RankLocalError(UcformatError):
 
 
 class ExistsError(UcformatError):
-    """A committed checkpoint stands at `path`."""
+    """Something stands at `path`: a committed checkpoint, or what may not be ours."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        super().__init__(f"{path}: a committed checkpoint is never written into: choose another path or overwrite=True")
+        how = "choose another path, or replace it (overwrite=True, --overwrite)"
+        super().__init__(f"{path}: what is there is never written into: {how}")
 
 
 class RankFailedError(UcformatError):

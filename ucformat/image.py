@@ -96,10 +96,14 @@ class _Writing:
                 if self.on_bytes is not None and moved:
                     self.on_bytes(moved)
         except BaseException:
-            with self.turn:
-                self.failed = True
-                self.turn.notify_all()
+            self.stop()
             raise
+
+    def stop(self) -> None:
+        """Have every thread end after what it is at."""
+        with self.turn:
+            self.failed = True
+            self.turn.notify_all()
 
     def _fill(self, start: int, stop: int, data: Bytes) -> int:
         """Put bytes [start, stop) of the file into `data` and note their digests; how many are of pieces."""
@@ -160,8 +164,12 @@ def write_image(
         writing.work()
         return digests
     with ThreadPoolExecutor(threads, thread_name_prefix="ucf-write") as pool:
-        for future in [pool.submit(writing.work) for _ in range(threads)]:
-            future.result()
+        try:
+            for future in [pool.submit(writing.work) for _ in range(threads)]:
+                future.result()
+        except BaseException:  # an interrupt reaches this thread alone
+            writing.stop()
+            raise
     return digests
 
 

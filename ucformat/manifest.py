@@ -69,7 +69,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """The format that the state was converted from."""
     remarks: tuple[str, ...] = ()
     companions: tuple[FileRecord, ...] = ()
-    """Files that travel along (configuration, tokenizer), below `companions/`."""
+    """Files that travel along (configuration, tokenizer); what follows the first `/` is their path beside the model."""
     created: str = ""
     """UTC, ISO 8601."""
     writer: str = ""

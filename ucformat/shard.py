@@ -8,7 +8,7 @@ lost index can be rebuilt. specs/format.md is the normative text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError, UnrepresentableError
 from ucformat.image import Fill, Image, write_image
 from ucformat.localdisk import aligned
-from ucformat.safetensors_header import Header, build_header, read_header
+from ucformat.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, Header, build_header, read_header
 from ucformat.storage import Bytes, Store
 
 PAGE = 4096  # bytes; data and checksum table start at multiples of it
@@ -103,7 +103,41 @@ class ShardLayout:
 
 
 def lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes: int = checks.BLOCK_BYTES) -> ShardLayout:
-    """The layout of a shard that holds these pieces. Raises UnrepresentableError for a reserved name."""
+    """The layout of a shard that holds these pieces.
+
+    Raises UnrepresentableError for a reserved name, and for more pieces than the header of one file can name.
+    """
+    layout = _lay_out(pieces, version, block_bytes)
+    if layout.data_start - LENGTH_BYTES > MAX_HEADER_BYTES:
+        kind = f"shard of {len(pieces)} pieces"
+        raise UnrepresentableError(pieces[0][0].name, kind, f"its header would pass {MAX_HEADER_BYTES} bytes, spread them")
+    return layout
+
+
+def lay_out_all(
+    pieces: Sequence[tuple[TensorSpec, Box]], version: str, max_header_bytes: int = MAX_HEADER_BYTES
+) -> list[tuple[range, ShardLayout]]:
+    """The shards that these pieces need, each a run of them: one, unless its header would be longer than readers take.
+
+    Raises UnrepresentableError for a reserved name, and for a piece whose name alone is too long.
+    """
+
+    def split(run: range) -> Iterator[tuple[range, ShardLayout]]:
+        layout = _lay_out(pieces[run.start : run.stop], version, checks.BLOCK_BYTES)
+        length = layout.data_start - LENGTH_BYTES
+        if length <= max_header_bytes:
+            yield run, layout
+            return
+        if len(run) == 1:
+            raise UnrepresentableError(pieces[run.start][0].name[:80], "tensor", f"its name takes {length} bytes of header")
+        step = -(-len(run) // (length // max_header_bytes + 1))
+        for start in range(run.start, run.stop, step):
+            yield from split(range(start, min(start + step, run.stop)))
+
+    return list(split(range(len(pieces))))
+
+
+def _lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes: int) -> ShardLayout:
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i][0].kind.itemsize, pieces[i][0].name, pieces[i][1].offset))
     header_entries: list[tuple[str, str, list[int]]] = []
     notes: dict[str, Entry] = {}

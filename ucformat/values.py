@@ -1,20 +1,19 @@
 """The value tree: everything in a state that is no tensor, beside the tensors' names.
 
-`split` takes a nest of containers apart into values and named tensors, `join` puts it together again, `merge` makes
-the trees of several ranks one, `encode` and `decode` (see `values_json`) are its exact JSON. Names are paths: the keys
-from the root to the tensor, escaped and joined with `/`.
+`split` takes a nest of containers apart into values and named tensors, `join` puts it together again, `prune` leaves
+parts out, `merge` makes the trees of several ranks one, `encode` and `decode` (see `values_json`) are its exact JSON.
+Names are paths: the keys from the root to the tensor, escaped and joined with `/`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from ucformat.errors import CoverageError, FormatError, UnrepresentableError, ValueConflictError
 from ucformat.values_json import (
@@ -31,7 +30,8 @@ from ucformat.values_json import (
 
 __all__ = [
     "MAX_DEPTH", "ArrayRef", "Opaque", "RankLocal", "TensorRef", "Where",
-    "decode", "encode", "escape", "join", "join_name", "merge", "split", "split_name", "unescape", "unite_aliases",
+    "decode", "encode", "escape", "join", "join_name", "merge", "prune", "refs", "split", "split_name", "unescape",
+    "unite_aliases",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- names
@@ -183,7 +183,7 @@ def _fill(x: object, tensors: Mapping[str, Any], used: set[str], at: Where) -> o
             raise CoverageError(x.name, None, "values")
         used.add(x.name)
         leaf: object = tensors[x.name]
-        return leaf.detach().cpu().numpy() if type(x) is ArrayRef and isinstance(leaf, torch.Tensor) else leaf
+        return _as_array(leaf) if type(x) is ArrayRef else leaf
     if type(x) is argparse.Namespace:
         return argparse.Namespace(**{key: _fill(item, tensors, used, Where(at, key)) for key, item in vars(x).items()})
     if type(x) is RankLocal:
@@ -191,6 +191,12 @@ def _fill(x: object, tensors: Mapping[str, Any], used: set[str], at: Where) -> o
     if type(x) is Opaque:
         return Opaque(x.class_name, _fill(x.state, tensors, used, Where(at, x.class_name)))
     return x
+
+
+def _as_array(leaf: object) -> object:
+    import torch
+
+    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _fill_items(x: Sequence[object], tensors: Mapping[str, Any], used: set[str], at: Where) -> list[object]:
@@ -213,6 +219,47 @@ def _insert(tree: object, name: str, leaf: object) -> object:
             inside[part] = leaf
         node = inside.setdefault(part, {})
     return tree
+
+
+# ---------------------------------------------------------------- prune
+
+
+def prune(values: object, drop: Callable[[str, object], bool], path: str = "") -> object:
+    """A copy of `values` without what `drop(path, value)` says: dicts lose the key, sequences keep their length with None."""
+    below = f"{path}/" if path else ""
+    if type(values) in _DICTS:
+        held = [(key, f"{below}{escape(str(key))}", item) for key, item in cast(dict[Any, Any], values).items()]
+        return cast(type, type(values))((key, prune(item, drop, at)) for key, at, item in held if not drop(at, item))
+    if type(values) in _SEQUENCES:
+        items = enumerate(cast(Sequence[object], values))
+        return cast(type, type(values))(None if drop(f"{below}{i}", x) else prune(x, drop, f"{below}{i}") for i, x in items)
+    if type(values) is argparse.Namespace:
+        return argparse.Namespace(**cast(dict[str, Any], prune(vars(values), drop, path)))
+    if type(values) is RankLocal:
+        return replace(values, values=cast(tuple[object, ...], prune(values.values, drop, path)))
+    if type(values) is Opaque:
+        return Opaque(values.class_name, prune(values.state, drop, path))
+    return values
+
+
+def refs(values: object) -> Iterator[str]:
+    """Names of the tensors that have a placeholder somewhere in `values`."""
+    if isinstance(values, (TensorRef, ArrayRef)):
+        yield values.name
+    elif isinstance(values, argparse.Namespace):
+        yield from refs(vars(values))
+    elif isinstance(values, Opaque):
+        yield from refs(values.state)
+    else:
+        items: Iterable[object] = ()
+        if isinstance(values, dict):
+            items = values.values()
+        elif isinstance(values, (list, tuple)):
+            items = values
+        elif isinstance(values, RankLocal):
+            items = values.values
+        for item in items:
+            yield from refs(item)
 
 
 # ---------------------------------------------------------------- merge

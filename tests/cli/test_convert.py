@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
+from tests.checkpoints import write_native
 from tests.cli.calls import Program, spawn
 from ucformat.cli.screen import bytes_text, parse_size
 
@@ -74,7 +81,9 @@ def test_ranks_share_the_work(src: Path, tmp_path: Path, ucconvert: Program, to:
 
 
 def test_an_error_on_all_ranks_is_told_once(src: Path, tmp_path: Path) -> None:
-    answer = spawn(src, src.parent, "--to", "hf", ranks=2)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").write_text("x")
+    answer = spawn(src, tmp_path / "used", "--to", "hf", ranks=2)
     assert answer.status == 1
     assert answer.err.count("[ExistsError]") == 1
 
@@ -98,3 +107,69 @@ def test_what_is_no_size_is_wrong_usage(text: str, ucconvert: Program) -> None:
 )
 def test_sizes_are_told_in_three_digits(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize("how", [["--dry-run"], []])
+def test_objects_of_unknown_classes_that_are_left_out_are_shown(ucconvert: Program, tmp_path: Path, how: list[str]) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "args": {"unknown": Fraction(1, 2)}}, tmp_path / "a.pt")
+    answer = ucconvert(tmp_path / "a.pt", tmp_path / "out", "--to", "dcp", *how)
+    assert answer.status == 0
+    assert "note: left out, dcp has no place for objects of unknown classes: args/unknown (fractions.Fraction)\n" in answer.err
+    answer = ucconvert(tmp_path / "a.pt", tmp_path / "again", "--to", "dcp", "--json", *how)
+    assert json.loads(answer.out)["values_left_out"] == ["args/unknown (fractions.Fraction)"]
+
+
+INTERRUPTED = """
+import os, sys, time
+from ucformat import image
+from ucformat.cli.app import run
+from ucformat.reshard import convert
+image.CHUNK_BYTES = 1 << 20
+fill = convert.CatalogFill.__call__
+def slow(self, parts):
+    os.write(1, b"filling\\n")
+    time.sleep(0.1)
+    fill(self, parts)
+convert.CatalogFill.__call__ = slow
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp", "torchsave"])
+def test_an_interrupt_stops_at_once_and_leaves_nothing(tmp_path: Path, to: str) -> None:
+    write_native(tmp_path / "src", {"model/w": torch.zeros(10 << 20)})
+    args = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "src"), str(tmp_path / "out"), "--to", to]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "filling\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert out.count("filling") < (20 if to in ("native", "hf") else 5), "most of the 40 chunks, or 5 larger ones, were not begun"
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_places_that_can_not_be_are_refused(ucconvert: Program, src: Path, tmp_path: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/photo.jpg").write_bytes(b"jpg")
+    (tmp_path / "link").symlink_to(src)
+    run = tmp_path / "run"
+    assert ucconvert(src, run / "step-00000001", "--to", "native").status == 0
+    cases: list[tuple[Path | str, str, str]] = [
+        (src, "dcp", "source and destination are the same"),
+        (tmp_path / "link", "dcp", "source and destination are the same"),
+        (src / "inner", "dcp", "lies inside the source"),
+        (tmp_path, "dcp", "the source .* lies inside it"),
+        (tmp_path / "dir", "torchsave", "is a directory"),
+        (tmp_path / "dir/photo.jpg", "torchsave", "no checkpoint: it is not replaced"),
+        (tmp_path / "dir/photo.jpg", "hf", "a file is in the way"),
+        (run, "hf", "holds a run's checkpoints"),
+        ("", "native", "an empty path"),
+    ]
+    for place, to, why in cases:
+        answer = ucconvert(src, place, "--to", to, "--overwrite")
+        assert answer.status == 1, answer.out
+        assert re.fullmatch(rf"error: .*{why}.*\[\w+\]\n", answer.err), answer.err
+    assert (tmp_path / "dir/photo.jpg").read_bytes() == b"jpg"
+    assert ucconvert("verify", run).status == 0
+    assert ucconvert("inspect", "").err == "error: an empty path: names nothing [MissingFileError]\n"

@@ -53,3 +53,22 @@ def test_status_of_the_real_program(src: Path, tmp_path: Path) -> None:
     write_native(tmp_path / "other", {"w": torch.ones(2)})
     assert spawn("diff", src, src).status == 0
     assert spawn("diff", src, tmp_path / "other").status == 1
+
+
+def test_select_and_exclude_count_for_values_too(ucconvert: Program, tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "params": ["w"]}]
+    write_native(tmp_path / "a", {"model/w": torch.ones(2)}, values={"step": 1, "optimizer": {"param_groups": groups, "x": 1}})
+    write_native(tmp_path / "b", {"model/w": torch.ones(2)}, values={"step": 2, "optimizer": {"param_groups": groups, "x": 2}})
+    both = (tmp_path / "a", tmp_path / "b", "--values")
+    assert ucconvert("diff", *both).status == 1
+    answer = ucconvert("diff", *both, "--exclude", "step")
+    assert (answer.status, answer.out.splitlines()[0]) == (1, "values:optimizer/x: values: 1 and 2")
+    assert ucconvert("diff", *both, "--exclude", "step", "--exclude", "optimizer/x").status == 0
+    assert ucconvert("diff", *both, "--select", "model", "--select", "optimizer/param_groups").status == 0
+    assert "values:step" in ucconvert("diff", *both, "--select", "step").out
+
+
+def test_a_selection_that_means_nothing_is_no_proof_of_equality(ucconvert: Program, src: Path) -> None:
+    answer = ucconvert("diff", src, src, "--select", "modle/*")
+    assert answer.status == 1
+    assert "no name matches 'modle/*' [UnsupportedError]" in answer.err

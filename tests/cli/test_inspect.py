@@ -56,3 +56,11 @@ def test_tensor_bytes_are_not_read(ucconvert: Program, tmp_path: Path) -> None:
     write_native(tmp_path / "ck", {"w": torch.zeros(100_000)})
     flip(tmp_path / "ck/shards/00000.safetensors", 200_000)
     assert ucconvert("inspect", tmp_path / "ck").status == 0
+
+
+def test_a_selection_that_means_nothing_is_an_error(ucconvert: Program, src: Path) -> None:
+    assert ucconvert("inspect", src, "--select", "modle/*").status == 1
+    answer = ucconvert("inspect", src, "--select", "step", "--values")
+    assert answer.status == 0
+    assert "step = 7" in answer.out
+    assert "args" not in answer.out

@@ -35,6 +35,7 @@ from ucformat.errors import (
     MissingFileError,
     NotACheckpointError,
     UcformatError,
+    UnrepresentableError,
     UnsafePickleError,
     UnsupportedError,
     VersionError,
@@ -435,15 +436,15 @@ class Custom:
         self.x = 1
 
 
-def test_unknown_class_is_shown_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_class_is_shown_by_name_and_never_written(tmp_path: Path) -> None:
     catalog = stock(tmp_path / "a", {"model": {"w": torch.ones(4)}, "x": Custom()})
     values: Any = catalog.values
     assert isinstance(values["x"], Opaque)
     assert values["x"].class_name.endswith("Custom")
     assert "Custom" in catalog.notes.remarks[0]
-    our_dcp.write(job(catalog, tmp_path / "b"))
-    assert "x" in caplog.text
-    assert opened(tmp_path / "b").values == {}
+    with pytest.raises(UnrepresentableError, match=r"state at x: a .*Custom"):
+        our_dcp.write(job(catalog, tmp_path / "b"))
+    assert not (tmp_path / "b").exists()
 
 
 def test_unknown_version_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests.formats.deepspeed_fixtures import (
 from ucformat import formats
 from ucformat.box import Box, flat_range, flaw
 from ucformat.dtypes import DTYPES
-from ucformat.errors import ChecksumError, MissingFileError, NotACheckpointError
+from ucformat.errors import ChecksumError, DTypeMismatchError, MissingFileError, NamesMismatchError, NotACheckpointError
 from ucformat.formats import deepspeed
 from ucformat.formats.source import Source, locate
 from ucformat.reshard.read import read, read_many
@@ -276,7 +277,7 @@ def test_a_zero_run_goes_on_in_plain_torch(kind: str) -> None:
     params = list(net.parameters())
     split = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]] if "two" in kind else [params]
     adam = torch.optim.AdamW([{"params": part, "lr": 1.0} for part in split])
-    assert ucformat.load(str(DATA / kind), into={"model": net, "optimizer": adam}, strict=False) == 3
+    assert ucformat.load(str(DATA / kind), into={"model": net, "optimizer": adam}) == 3
     assert torch.equal(net.get_buffer("scale"), torch.tensor([1.5]))
     assert [group["lr"] for group in adam.param_groups] == [0.01, 0.005][: len(split)]
     for name, parameter in net.named_parameters():
@@ -284,6 +285,69 @@ def test_a_zero_run_goes_on_in_plain_torch(kind: str) -> None:
         assert adam.state[parameter]["step"] == 3
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(adam.state[parameter][key], expected[f"optimizer/{name}/{key}"])
+
+
+def _step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """One step of training, which fails when a state does not suit its parameter."""
+    out = net.head(net.fc2(net.ln(net.fc1(net.emb(torch.arange(13))))))
+    (out.float().square().mean() * net.get_buffer("scale").float()).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("through", [None, "native"])
+@pytest.mark.parametrize("kind", ["z1bf16", "bf16opt"])
+def test_a_module_in_fp32_goes_on_from_the_master_weights(kind: str, through: str | None, tmp_path: Path) -> None:
+    """Also from a conversion of the run."""
+    src = str(DATA / kind)
+    if through:
+        ucformat.convert(src, str(tmp_path / "out"), through)
+        src = str(tmp_path / "out")
+    net, expected = Net(), states_of(kind)
+    adam = torch.optim.AdamW(net.parameters())
+    assert ucformat.load(src, into={"model": net, "optimizer": adam}) == 3
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.detach(), expected[f"optimizer/{name}/fp32"])
+        assert torch.equal(adam.state[parameter]["exp_avg"], expected[f"optimizer/{name}/exp_avg"])
+    _step(net, adam)
+
+
+def test_a_module_in_bf16_goes_on_from_its_own_weights_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ucformat"), "propagate", True)  # the program turns that off for its process
+    net, masters = Net().bfloat16(), states_of("z1bf16")
+    net.scale = net.get_buffer("scale").float()
+    adam = torch.optim.AdamW(net.parameters())
+    with pytest.raises(DTypeMismatchError, match=r"exp_avg.*stored as F32, wanted as BF16"):
+        ucformat.load(str(DATA / "z1bf16"), into={"model": net, "optimizer": adam})
+    assert not caplog.records
+    assert ucformat.load(str(DATA / "z1bf16"), into={"model": net, "optimizer": adam}, cast=True) == 3
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.detach(), masters[f"optimizer/{name}/fp32"].bfloat16())
+    assert "8 weights (model/emb.weight…) go on from their rounded values" in caplog.text
+    _step(net, adam)
+
+
+def test_what_goes_on_and_is_not_taken_is_still_an_error(tmp_path: Path) -> None:
+    net = Net()
+    with pytest.raises(NamesMismatchError) as caught:
+        ucformat.load(str(DATA / "z1n3"), into={"model": net})
+    assert {name.split("/")[-1] for name in caught.value.unexpected} == {"exp_avg", "exp_avg_sq", "step", "optimizer"}
+    adam = torch.optim.AdamW(net.parameters())
+    ucformat.load(str(DATA / "z1n3"), into={"model": net, "optimizer": adam})
+    state = {"model": net, "optimizer": adam, "client": {"n": 1}, "step": 3}
+    ucformat.save(str(tmp_path / "own"), state)
+    with pytest.raises(NamesMismatchError, match="stored but not wanted: client, step"):  # ours, so a leftover is one
+        ucformat.load(str(tmp_path / "own"), into={"model": net, "optimizer": adam})
+
+
+def test_client_state_goes_where_it_is_wanted() -> None:
+    net = Net()
+    client = {"iteration": 0, "my_client": None}
+    adam = torch.optim.AdamW(net.parameters())
+    state = {"model": net, "optimizer": adam, "client": client}
+    ucformat.load(str(DATA / "z1n3"), into=state)
+    assert state["client"] == ucformat.load(str(DATA / "z1n3"))["client"] != {"iteration": 0, "my_client": None}
 
 
 def test_object_stores_are_read_as_well() -> None:

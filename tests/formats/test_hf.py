@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 
+import ucformat
 from tests.checkpoints import bits, write_native
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
@@ -470,3 +471,10 @@ def test_errors_are_all_of_one_family(sharded: Path) -> None:
     (sharded / "model-00001-of-00002.safetensors").write_bytes(b"garbage that is long enough")
     with pytest.raises(UcformatError):
         hf.open_catalog(locate(str(sharded)))
+
+
+def test_metadata_of_the_files_needs_no_place_in_a_live_state(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors", {"format": "pt", "made_by": "somebody"})
+    layer = torch.nn.Linear(3, 2, bias=False)
+    ucformat.load(str(tmp_path), into={"model": layer})
+    assert torch.equal(layer.weight.detach(), torch.ones(2, 3))

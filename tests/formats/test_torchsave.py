@@ -18,7 +18,15 @@ from tests.torchfiles import rewrite
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.dtypes import DTYPES
-from ucformat.errors import ChecksumError, ExistsError, FormatError, UcformatError, UnsafePickleError, UnsupportedError
+from ucformat.errors import (
+    ChecksumError,
+    ExistsError,
+    FormatError,
+    UcformatError,
+    UnrepresentableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from ucformat.formats import torchsave
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
@@ -182,14 +190,14 @@ class Custom:
         self.x = torch.ones(2)
 
 
-def test_unknown_class_is_shown_by_name_and_left_out_when_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_class_is_shown_by_name_and_never_written(tmp_path: Path) -> None:
     catalog = saved(tmp_path / "x.pt", {"a": {"w": torch.ones(1), "thing": Custom()}})
     values: Any = catalog.values
     assert isinstance(values["a"]["thing"], Opaque)
     assert "Custom" in catalog.notes.remarks[0]
-    written(catalog, tmp_path / "y.pt")
-    assert "a/thing" in caplog.text
-    assert "thing" not in torch.load(tmp_path / "y.pt", weights_only=True)["a"]
+    with pytest.raises(UnrepresentableError, match=r"state at a/thing: a .*Custom"):
+        written(catalog, tmp_path / "y.pt")
+    assert not (tmp_path / "y.pt").exists()
 
 
 class Net(torch.nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ucformat.errors import UnrepresentableError
 from ucformat.formats.torchstate import plain, to_canonical, to_torch
 from ucformat.values_json import Opaque, RankLocal
 
@@ -104,26 +105,30 @@ def test_what_is_no_canonical_optimizer_is_written_as_it_is(optimizer: Any) -> N
 
 
 def test_plain_values_are_what_weights_only_accepts() -> None:
-    dropped: list[str] = []
     tree = {
-        "a": [Opaque("x.Y", {}), 1, {"o": Opaque("x.Z", {}), "k": 2}],
+        "a": [1, {"k": 2}],
         "n": np.float32(1.5),
         "s": frozenset([1]),
         "p": pathlib.PurePosixPath("x"),
         "args": argparse.Namespace(q=(np.int64(3),)),
         "r": RankLocal("keep", (None,), (5,)),
     }
-    assert plain(tree, dropped, exact=False) == {
-        "a": [None, 1, {"k": 2}],
+    assert plain(tree, exact=False) == {
+        "a": [1, {"k": 2}],
         "n": 1.5,
         "s": {1},
         "p": "x",
         "args": {"q": (3,)},
         "r": {"ucf.rank_local": "keep", "coords": [None], "values": [5]},
     }
-    assert dropped == ["a/0", "a/2/o"]
-    exact = plain(tree, [], exact=True)
+    exact = plain(tree, exact=True)
     assert canonical(exact)["r"] == tree["r"]
     assert type(exact["n"]) is np.float32
     assert type(exact["s"]) is frozenset
     assert exact["args"] == argparse.Namespace(q=(np.int64(3),))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_stand_in_of_an_unknown_class_is_never_pickled(exact: bool) -> None:
+    with pytest.raises(UnrepresentableError, match=r"a/1/o: a x\.Z can't be stored"):
+        plain({"a": [1, {"o": Opaque("x.Z", {})}]}, exact=exact)

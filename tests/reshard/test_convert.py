@@ -30,9 +30,11 @@ from ucformat.errors import (
     NotACheckpointError,
     UnsupportedError,
 )
+from ucformat.formats import native
 from ucformat.reshard.convert import convert, prepare
 from ucformat.reshard.layout import parse
 from ucformat.reshard.read import read
+from ucformat.reshard.verify import verify
 from ucformat.storage import open_store
 
 State = dict[str, torch.Tensor]
@@ -262,7 +264,7 @@ def test_damage_leaves_no_output(src: str, tmp_path: Path, to: str) -> None:
     flip(Path(src) / catalog.files[int(catalog.fragments.file[row])].path, int(catalog.fragments.start[row]))
     with pytest.raises(ChecksumError, match=r"layers\.0\.w"):
         convert(src, str(tmp_path / "out"), to)
-    assert not [path for path in tmp_path.rglob("*") if path.name in ("ucf.json", ".metadata") and "src" not in path.parts]
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
     with pytest.raises((NotACheckpointError, MissingFileError)):
         opened(tmp_path / "out")
 
@@ -285,6 +287,53 @@ def test_a_destination_in_use_is_refused_and_replaced_only_when_asked(src: str, 
     assert len(opened(dst).tensors) == 1
     convert(src, dst, to, overwrite=True)
     assert len(opened(dst).tensors) > 1
+
+
+def test_native_replaces_a_checkpoint_of_another_format_wholly(src: str, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    write_companions(tmp_path / "with", config="new")
+    for to in ("hf", "dcp"):
+        before = tmp_path / f"before-{to}"
+        write_companions(before, config="old", tokenizer="old")
+        convert(str(before), str(dst), to, overwrite=True)
+        convert(str(tmp_path / "with"), str(dst), "native", overwrite=True)
+        assert not list(dst.glob("*.distcp")) + list(dst.glob("model*")) + list(dst.glob("*config.json"))
+        assert verify(opened(dst)).ok
+        convert(str(dst), str(tmp_path / f"again-{to}"), "hf")
+        assert (tmp_path / f"again-{to}/config.json").read_text() == "new"
+        assert not (tmp_path / f"again-{to}/tokenizer.json").exists()
+
+
+def test_a_failed_replacement_leaves_the_old_checkpoint_and_its_companions(src: str, tmp_path: Path, monkeypatch: Any) -> None:
+    write_companions(tmp_path / "old", config="old")
+    write_companions(tmp_path / "new", config="new", tokenizer="new")
+    dst = str(tmp_path / "out")
+    convert(str(tmp_path / "old"), dst, "native")
+    before = sorted(path.relative_to(tmp_path) for path in Path(dst).rglob("*"))
+
+    def broken(*_: object) -> bytes:
+        raise OSError("broken")
+
+    monkeypatch.setattr(native, "build_index", broken)
+    with pytest.raises(OSError, match="broken"):
+        convert(str(tmp_path / "new"), dst, "native", overwrite=True)
+    assert sorted(path.relative_to(tmp_path) for path in Path(dst).rglob("*")) == before
+    assert verify(opened(dst)).ok
+    monkeypatch.undo()
+    convert(str(tmp_path / "new"), dst, "native", overwrite=True)
+    convert(dst, str(tmp_path / "hf"), "hf")
+    assert {name: (tmp_path / "hf" / name).read_text() for name in ("config.json", "tokenizer.json")} == {
+        "config.json": "new",
+        "tokenizer.json": "new",
+    }
+
+
+def write_companions(path: Path, **texts: str) -> None:
+    """A Hugging Face model with files of these names and texts."""
+    path.mkdir()
+    save_file({"w": torch.ones(2)}, path / "model.safetensors")
+    for name, text in texts.items():
+        (path / f"{name}.json").write_text(text)
 
 
 def test_what_is_no_checkpoint_is_never_replaced(src: str, tmp_path: Path) -> None:

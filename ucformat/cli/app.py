@@ -22,6 +22,9 @@ from ucformat.errors import UcformatError
 FAILED = 1
 """Exit status of an error, of damage found, and of a difference found. Wrong usage is 2."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 EPILOG = """
 **Examples**
 
@@ -82,6 +85,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         app(args=args, prog_name="ucconvert")
     except SystemExit as stop:
+        if stop.code == INTERRUPTED and is_leader():
+            typer.echo("interrupted", err=True)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         if debug:

@@ -105,6 +105,7 @@ def _tell_plan(conversion: Conversion, json: bool) -> None:
                 "reads": conversion.reads,
                 "writes": conversion.writes(),
                 "left_out": conversion.left_out,
+                "values_left_out": conversion.values_left_out,
                 "remarks": conversion.remarks,
             }
         )

@@ -16,8 +16,8 @@ def diff(
     rtol: float | None = typer.Option(None, min=0.0, help="Relative tolerance."),
     ignore_dtype: bool = typer.Option(False, "--ignore-dtype", help="Compare numbers across dtypes."),
     values: bool = typer.Option(False, "--values", help="Compare what is no tensor, too: step, hyper-parameters…"),
-    select: list[str] | None = typer.Option(None, help="Only names that match this glob. Repeatable."),
-    exclude: list[str] | None = typer.Option(None, help="Not names that match this glob. Repeatable."),
+    select: list[str] | None = typer.Option(None, help="Only names, and values, that match this glob. Repeatable."),
+    exclude: list[str] | None = typer.Option(None, help="Not names, nor values, that match this glob. Repeatable."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Compare two checkpoints: names, dtypes, shapes and values.
@@ -25,14 +25,15 @@ def diff(
     Exit status 0 when they are equal, 1 when they differ. Tied weights that one side stores under one name only are equal.
     """
     from ucformat.formats import open_catalog
-    from ucformat.reshard.convert import chooser
+    from ucformat.reshard.choose import expect_matches, narrow
     from ucformat.reshard.diff import Tolerance
     from ucformat.reshard.diff import diff as compare
 
     if not is_leader():
         return
-    wanted = chooser(select or (), exclude or ())
-    left, right = open_catalog(a).filter(wanted), open_catalog(b).filter(wanted)
+    both = [open_catalog(path) for path in (a, b)]
+    expect_matches(select or (), both, f"{a} and {b}", values=values)
+    left, right = (narrow(catalog, select or (), exclude or ()) for catalog in both)
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     done = 0
     with progress("diff", left.nbytes) as advance:

@@ -39,7 +39,7 @@ class TensorRow:
 
 def inspect(
     path: str = typer.Argument(metavar="PATH", help="Checkpoint of any format."),
-    select: list[str] | None = typer.Option(None, help="Only names that match this glob. Repeatable."),
+    select: list[str] | None = typer.Option(None, help="Only names, and values, that match this glob. Repeatable."),
     limit: int = typer.Option(400, min=0, help="Largest number of tensors to print; 0 means all."),
     fragments: bool = typer.Option(False, "--fragments", help="Print every fragment: file, byte offset, box."),
     values: bool = typer.Option(False, "--values", help="Print what is no tensor."),
@@ -50,12 +50,13 @@ def inspect(
     Reads metadata only, whatever the size of the checkpoint.
     """
     from ucformat.formats import open_named
-    from ucformat.reshard.convert import chooser
+    from ucformat.reshard.choose import expect_matches, narrow
 
     if not is_leader():
         return
     name, catalog = open_named(path)
-    catalog = catalog.filter(chooser(select or (), ()))
+    expect_matches(select or (), [catalog], path, values=True)
+    catalog = narrow(catalog, select or (), ()) if select else catalog
     if json:
         say_json(_document(path, name, catalog, fragments))
         return

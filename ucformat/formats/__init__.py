@@ -15,7 +15,7 @@ from ucformat.errors import NotACheckpointError, UnsupportedError
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
 
-READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "torchsave")
+READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "hf_bin", "torchsave")
 """Modules that recognise checkpoints, the most specific first."""
 
 WRITERS = ("native", "hf", "dcp", "torchsave")
@@ -57,8 +57,20 @@ def writer(name: str) -> Callable[[WriteJob], None]:
     return write
 
 
+def bookkeeping(origin: str) -> frozenset[str]:
+    """First components of names under which a framework keeps its own records: nobody has to have a place for them.
+
+    `origin` is that of a catalog's notes: it stays with what was converted. Unknown ones have none.
+    """
+    found: frozenset[str] = getattr(_module(origin), "BOOKKEEPING", frozenset()) if origin in READERS else frozenset()
+    return found
+
+
 VALUELESS = frozenset({"hf"})
 """Formats that hold tensors only: the value tree has no place in them."""
+
+PICKLED = frozenset({"dcp", "torchsave"})
+"""Formats whose values are pickles: stand-ins of unknown classes have no place in them."""
 
 
 def taken(name: str, names: Sequence[str]) -> list[str]:

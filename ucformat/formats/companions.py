@@ -4,7 +4,7 @@ Without them a converted checkpoint is just numbers: `transformers` needs `confi
 directory carries them: a Hugging Face directory keeps them at its top, any other format under `companions/`
 (`prefix=PREFIX`), so that HF → native → DCP → HF still loads. Writers call, on one rank and before they commit,
 
-    remarks = companions.carry(job.source, staging_store, prefix=companions.PREFIX)
+    remarks = companions.carry(job.source, staging_store, companions.PREFIX, job.dtype)
 
 which copies what `job.source` has (nothing when it is None or has none) and says what was left behind.
 Weights are never companions, nor is anything that would run when it is merely loaded (pickles).
@@ -16,7 +16,9 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ucformat.formats import modelconfig
 from ucformat.formats.source import Source
+from ucformat.manifest import MANIFEST, decode_record
 from ucformat.storage import Store, safe_path
 
 PREFIX = "companions/"
@@ -66,14 +68,18 @@ def is_companion(name: str) -> bool:
 def found(source: Source) -> tuple[Companion, ...]:
     """The companions of a source of any format, sorted by path.
 
-    Those under `companions/` when there are any, else files of well-known names beside the checkpoint. A single file
-    that is no safetensors has none: what lies beside a `.pt` in somebody's folder need not belong to it.
+    Those that a commit record lists, or that lie under `companions/`, when there are any, else files of well-known names
+    beside the checkpoint. A single file that is no safetensors has none: what lies beside a `.pt` in somebody's folder
+    need not belong to it.
     """
     if source.file is not None and ".safetensors" not in source.file:
         return ()
     names = source.store.list()
-    if PREFIX in names:
-        paths = [(PREFIX + path, path) for path in _walk(source.store, PREFIX)]
+    recorded = _recorded(source.store) if MANIFEST in names else []
+    if recorded:
+        paths = [(stored, stored.partition("/")[2]) for stored in recorded]
+    elif PREFIX in names:
+        paths = [(PREFIX + path, path) for path in walk(source.store, PREFIX)]
     else:
         top = [name for name in names if not name.endswith("/") and is_companion(name)]
         nested = [
@@ -87,27 +93,38 @@ def found(source: Source) -> tuple[Companion, ...]:
     return tuple(Companion(stored, path, source.store.size(stored)) for stored, path in sorted(paths))
 
 
-def carry(source: Source | None, store: Store, prefix: str = "") -> tuple[str, ...]:
-    """Copy the companions of `source` to `prefix` in `store`; remarks on those that are too large to be one."""
+def carry(source: Source | None, store: Store, prefix: str = "", dtype: str | None = None) -> tuple[str, ...]:
+    """Copy the companions of `source` to `prefix` (a folder's name and `/`) in `store`; remarks on those too large to be one.
+
+    `dtype`: what the model's weights were converted to, which its configuration then says.
+    """
     if source is None:
         return ()
     remarks: list[str] = []
     for item in found(source):
         if item.size > MAX_BYTES:
             remarks.append(f"{item.stored}: {item.size} bytes is too large for a companion file: not copied")
-        else:
-            store.put(safe_path(prefix + item.path), source.store.read(item.stored))
+            continue
+        data = source.store.read(item.stored)
+        told = data if dtype is None or item.path != modelconfig.CONFIG else modelconfig.with_dtype(data, dtype)
+        store.put(safe_path(prefix + item.path), told)
     return tuple(remarks)
 
 
-def _walk(store: Store, folder: str, depth: int = 2) -> Iterator[str]:
+def _recorded(store: Store) -> list[str]:
+    """The companions that a native checkpoint was committed with: an interrupted replacement may have left others."""
+    record = decode_record(store.read(MANIFEST), f"{store.url}/{MANIFEST}")
+    return [item.file for item in record.companions]
+
+
+def walk(store: Store, folder: str, depth: int = 2) -> Iterator[str]:
     """Paths of files below `folder`, relative to it, at most `depth` folders down; weights are never among them."""
     for name in store.list(folder.rstrip("/")):
         if not name.endswith("/"):
             if not _matches(name, _WEIGHTS):
                 yield name
         elif depth > 1:
-            yield from (name + below for below in _walk(store, folder + name, depth - 1))
+            yield from (name + below for below in walk(store, folder + name, depth - 1))
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -29,12 +30,13 @@ from ucformat.errors import (
     MissingFileError,
     NotACheckpointError,
     OverlapError,
+    UcformatError,
     ValueConflictError,
 )
 from ucformat.formats import companions
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
-from ucformat.image import Fill
+from ucformat.image import Fill, Part
 from ucformat.manifest import (
     MANIFEST,
     VERSION,
@@ -45,7 +47,7 @@ from ucformat.manifest import (
     encode_record,
     read_index,
 )
-from ucformat.shard import ShardChecks, ShardPiece, ShardRecord, hex_digest, lay_out, read_pieces, write_shard
+from ucformat.shard import ShardChecks, ShardPiece, ShardRecord, hex_digest, lay_out_all, read_pieces, write_shard
 from ucformat.storage import Store
 
 NAME = "native"
@@ -132,15 +134,21 @@ class Generation:
     def index(self) -> str:
         return f"index{self.suffix}.safetensors"
 
-    def shard(self, number: int) -> str:
-        return f"shards{self.suffix}/{number:05d}.safetensors"
+    @property
+    def companions(self) -> str:
+        """The folder of files that travel along, with a `/`."""
+        return f"companions{self.suffix}/"
+
+    def shard(self, number: int, part: int = 0) -> str:
+        """The file of writer `number`; further ones, when one can't hold all its pieces, have a `part`."""
+        return f"shards{self.suffix}/{number:05d}{f'-{part}' if part else ''}.safetensors"
 
     def owns(self, name: str) -> bool:
         """Whether an entry of the checkpoint's directory belongs to this generation."""
-        return name in (f"shards{self.suffix}/", self.index)
+        return name in (f"shards{self.suffix}/", self.index, self.companions)
 
 
-_PART = re.compile(r"(?:shards(?:\.(\d+))?/|index(?:\.(\d+))?\.safetensors)")
+_PART = re.compile(r"(?:(?:shards|companions)(?:\.(\d+))?/|index(?:\.(\d+))?\.safetensors)")
 
 
 def prepare(store: Store, overwrite: bool) -> Generation:
@@ -148,22 +156,35 @@ def prepare(store: Store, overwrite: bool) -> Generation:
 
     Raises ExistsError when a committed checkpoint is there and may not be replaced.
     """
-    if not is_committed(store):
+    if is_committed(store):
+        if not overwrite:
+            raise ExistsError(store.url)
+    elif all(map(_PART.fullmatch, store.list())):  # else it may be a checkpoint of another format, with companions of its own
         for name in store.list():
-            if _PART.fullmatch(name):
-                store.remove(name.rstrip("/"))
-        return Generation(0)
-    if not overwrite:
-        raise ExistsError(store.url)
-    taken = [int(match[1] or match[2] or 0) for name in store.list() if (match := _PART.fullmatch(name))]
-    return Generation(max(taken, default=0) + 1)
-
-
-def sweep(store: Store, keep: Generation) -> None:
-    """Remove the files of every other generation, after a commit."""
-    for name in store.list():
-        if _PART.fullmatch(name) and not keep.owns(name):
             store.remove(name.rstrip("/"))
+    taken = [int(match[1] or match[2] or 0) for name in store.list() if (match := _PART.fullmatch(name))]
+    return Generation(max(taken, default=-1) + 1)
+
+
+def sweep(store: Store, keep: Generation, replaced: Sequence[str] = ()) -> None:
+    """Remove the files of every other generation, and those `replaced`, after a commit."""
+    for name in store.list():
+        if (_PART.fullmatch(name) or name in replaced) and not keep.owns(name):
+            store.remove(name.rstrip("/"))
+
+
+def discard(store: Store, failed: Generation) -> None:
+    """Remove what a save that failed has written, unless it was committed. Never raises StorageError: that is not the news."""
+    try:
+        if is_committed(store) and read_record(store).index.file == failed.index:
+            return
+        for name in store.list():
+            if failed.owns(name):
+                store.remove(name.rstrip("/"))
+        if not store.list():
+            store.remove()
+    except UcformatError:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +204,30 @@ class ShardTable:
     """(n, D)."""
 
 
-def put_shard(
+def put_shards(
     store: Store,
-    path: str,
+    path: Callable[[int], str],
     targets: Sequence[Target],
     fill: Fill,
     on_bytes: Callable[[int], None] | None = None,
-) -> ShardTable:
-    """Write one shard that holds `targets`; `fill` counts them by their index here."""
-    layout = lay_out([(target.spec, target.box) for target in targets], VERSION)
-    record = write_shard(store, path, layout, fill, on_bytes)
-    return tabulate(record, [ShardPiece(t.spec, t.box, int(s)) for t, s in zip(targets, layout.starts(), strict=True)])
+) -> list[ShardTable]:
+    """Write `targets` into one shard, or into several when they are too many for the header of one; at `path(part)`.
+
+    `fill` counts them by their index here.
+    """
+    tables: list[ShardTable] = []
+    for part, (run, layout) in enumerate(lay_out_all([(target.spec, target.box) for target in targets], VERSION)):
+        held = targets[run.start : run.stop]
+        own = fill if len(held) == len(targets) else partial(_fill_from, fill, run.start)
+        record = write_shard(store, path(part), layout, own, on_bytes)
+        pieces = [ShardPiece(t.spec, t.box, int(s)) for t, s in zip(held, layout.starts(), strict=True)]
+        tables.append(tabulate(record, pieces))
+    return tables
+
+
+def _fill_from(fill: Fill, first: int, parts: Sequence[Part]) -> None:
+    """Fill a file whose piece 0 is piece `first` of `fill`."""
+    fill([replace(part, piece=first + part.piece) for part in parts])
 
 
 def tabulate(record: ShardRecord, pieces: Sequence[ShardPiece]) -> ShardTable:
@@ -303,35 +337,46 @@ def commit(store: Store, generation: Generation, tables: Sequence[ShardTable], c
 def write(job: WriteJob) -> None:
     """Write a native checkpoint from the pieces of a job, its shards spread over the ranks of the group."""
     group, store = job.group, job.store
+    foreign: Sequence[str] = ()
     with group.together(f"preparing {store.url}"):
+        foreign = store.list() if group.rank == 0 and job.overwrite and not is_committed(store) else ()
         generation = prepare(store, job.overwrite) if group.rank == 0 else Generation(0)
     generation = group.broadcast(generation)
-    shards = job.shards()
-    tables: dict[int, ShardTable] = {}
+    try:
+        tables = _write_shards(job, generation)
+        with group.together(f"committing {store.url}"):
+            if group.rank == 0:
+                carried, remarks = _carry(job, generation)
+                notes = replace(job.notes, remarks=(*job.notes.remarks, *remarks))
+                commit(store, generation, tables, Contents(job.values, job.aliases, notes, carried))
+                sweep(store, generation, foreign)
+    except BaseException as error:
+        if group.rank == 0 and (isinstance(error, Exception) or group.size == 1):  # else other ranks may still be writing
+            discard(store, generation)
+        raise
+
+
+def _write_shards(job: WriteJob, generation: Generation) -> list[ShardTable]:
+    """Each rank writes its share of the shards; the tables of all, on every rank."""
+    group, store, shards = job.group, job.store, job.shards()
+    tables: dict[int, list[ShardTable]] = {}
     with group.together(f"writing {store.url}"):
         for number in range(group.rank, len(shards), group.size):
-            pieces = shards[number]
-            tables[number] = put_shard(
-                store, generation.shard(number), [job.targets[i] for i in pieces], job.fill_of(pieces), job.on_bytes
-            )
+            pieces, path = shards[number], partial(generation.shard, number)
+            tables[number] = put_shards(store, path, [job.targets[i] for i in pieces], job.fill_of(pieces), job.on_bytes)
         if job.finish is not None:
             job.finish()
-    merged = {number: table for part in group.all_gather(tables) for number, table in part.items()}
-    with group.together(f"committing {store.url}"):
-        if group.rank == 0:
-            carried, remarks = _carry(job)
-            notes = replace(job.notes, remarks=(*job.notes.remarks, *remarks))
-            contents = Contents(job.values, job.aliases, notes, carried)
-            commit(store, generation, [merged[number] for number in sorted(merged)], contents)
+    merged = {number: held for part in group.all_gather(tables) for number, held in part.items()}
+    return [table for number in sorted(merged) for table in merged[number]]
 
 
-def _carry(job: WriteJob) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
+def _carry(job: WriteJob, generation: Generation) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
     """Copy the files that travel along; their records and what was left behind."""
-    remarks = companions.carry(job.source, job.store, prefix=companions.PREFIX)
+    remarks = companions.carry(job.source, job.store, generation.companions, job.dtype)
     records = []
-    for item in companions.found(Source(job.store)):
-        data = job.store.read(item.stored)
-        records.append(FileRecord(item.stored, len(data), hex_digest(data)))
+    for path in companions.walk(job.store, generation.companions):
+        data = job.store.read(generation.companions + path)
+        records.append(FileRecord(generation.companions + path, len(data), hex_digest(data)))
     return tuple(records), remarks
 
 

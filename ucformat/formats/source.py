@@ -22,6 +22,8 @@ class Source:
 
 def locate(url: str) -> Source:
     """The source at `url`. Raises MissingFileError when nothing is there."""
+    if not url:
+        raise MissingFileError("an empty path", "names nothing")
     trimmed = url.rstrip("/") or "/"
     store = open_store(trimmed)
     if store.list():

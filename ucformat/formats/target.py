@@ -51,6 +51,8 @@ class WriteJob:
     group: Group = field(default_factory=Group)
     source: Source | None = None
     """Where it comes from, for files that travel along (config, tokenizer)."""
+    dtype: str | None = None
+    """What the model's floating-point tensors were converted to, for the files that travel along; None: they were not."""
     max_file_bytes: int = MAX_FILE_BYTES
     overwrite: bool = False
     on_bytes: Callable[[int], None] | None = None

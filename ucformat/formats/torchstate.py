@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from ucformat.errors import UnrepresentableError
 from ucformat.values_json import Opaque, RankLocal
 
 Nest = dict[str, Any]
@@ -163,28 +164,28 @@ def to_torch(tree: Nest, *, param_names: bool = False) -> Nest:
     return {**tree, "optimizer": {"state": states, "param_groups": groups}}
 
 
-def plain(tree: Any, dropped: list[str], *, exact: bool, path: str = "") -> Any:
-    """The nest in types that torch programs load; what has none is left out and named in `dropped`.
+def plain(tree: Any, *, exact: bool, path: str = "") -> Any:
+    """The nest in types that torch programs load. Raises UnrepresentableError for a stand-in of an unknown class.
 
-    Stand-ins of unknown classes are left out. Rank-local items become marked dicts, which `to_canonical` knows. Unless
-    `exact`, the result is what `torch.load(weights_only=True)` accepts: numpy scalars become numbers, namespaces dicts,
-    paths text, frozensets sets.
+    Rank-local items become marked dicts, which `to_canonical` knows. Unless `exact`, the result is what
+    `torch.load(weights_only=True)` accepts: numpy scalars become numbers, namespaces dicts, paths text, frozensets sets.
     """
 
     def below(value: Any, key: object) -> Any:
-        return plain(value, dropped, exact=exact, path=f"{path}/{key}" if path else str(key))
+        return plain(value, exact=exact, path=f"{path}/{key}" if path else str(key))
 
     if isinstance(tree, dict):
-        return type(tree)((key, below(value, key)) for key, value in tree.items() if not _lost(value, dropped, path, key))
+        return type(tree)((key, below(value, key)) for key, value in tree.items())
     if isinstance(tree, list) or type(tree) is tuple:
-        items = [None if _lost(value, dropped, path, i) else below(value, i) for i, value in enumerate(tree)]
+        items = [below(value, i) for i, value in enumerate(tree)]
         return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, argparse.Namespace):
-        held = plain(vars(tree), dropped, exact=exact, path=path)
+        held = plain(vars(tree), exact=exact, path=path)
         return argparse.Namespace(**held) if exact else held
     if isinstance(tree, RankLocal):
-        told = {_RANK_LOCAL: tree.policy, "coords": list(tree.coords), "values": list(tree.values)}
-        return plain(told, dropped, exact=exact, path=path)
+        return plain({_RANK_LOCAL: tree.policy, "coords": list(tree.coords), "values": list(tree.values)}, exact=exact, path=path)
+    if isinstance(tree, Opaque):
+        raise UnrepresentableError(path, tree.class_name, "its class is not known here: leave it out")
     return tree if exact else _simple(tree)
 
 
@@ -194,10 +195,3 @@ def _simple(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, pathlib.PurePath) else value
-
-
-def _lost(value: object, dropped: list[str], path: str, key: object) -> bool:
-    if isinstance(value, Opaque):
-        dropped.append(f"{path}/{key}" if path else str(key))
-        return True
-    return False

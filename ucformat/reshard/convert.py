@@ -7,7 +7,7 @@ what `run` carries out. `convert` is both.
 
 from __future__ import annotations
 
-import fnmatch
+import os
 import re
 import threading
 import time
@@ -20,11 +20,12 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
-from ucformat.formats import companions
-from ucformat.formats.hf.writer import METADATA_KEY, lay_out
+from ucformat.formats import companions, native
+from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Target, WriteJob
 from ucformat.group import Group
+from ucformat.reshard.choose import Chosen, choose
 from ucformat.reshard.fill import CatalogFill
 from ucformat.reshard.layout import Layout, cut
 from ucformat.reshard.plan import ReadPlan, plan, wants
@@ -43,8 +44,7 @@ _SPELLINGS = {
 }
 _SPELLINGS |= {"fp16": "F16", "fp32": "F32", "fp64": "F64"}
 _LAYOUTS = ("native", "dcp")  # formats whose files may hold pieces of tensors
-_LEFTOVER = re.compile(r"shards(\.\d+)?/|index(\.\d+)?\.safetensors|companions/|.*\.part")
-_SHOWN = 5  # names in a remark before "and N more"
+_LEFTOVER = re.compile(r"(shards|companions)(\.\d+)?/|index(\.\d+)?\.safetensors|\.partial/|.*\.part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,19 @@ class Conversion:
     to: str
     job: WriteJob
     reads: tuple[FileShare, ...]
-    left_out: tuple[str, ...]
-    """Names of the source that do not go over: excluded, or without a place in the target format."""
+    chosen: Chosen
+    """What goes over and what is left out: excluded, or without a place in the target format."""
     remarks: tuple[str, ...]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of tensors that do not go over."""
+        return self.chosen.left_out
+
+    @property
+    def values_left_out(self) -> tuple[str, ...]:
+        """Paths of values that do not go over, with the class where it is unknown."""
+        return (*self.chosen.values_left_out, *self.chosen.opaque_left_out)
 
     @property
     def tensors(self) -> int:
@@ -101,6 +111,9 @@ class Report:
     written_bytes: int
     seconds: float
     left_out: tuple[str, ...] = ()
+    """Names of tensors that did not go over."""
+    values_left_out: tuple[str, ...] = ()
+    """Paths of values that did not go over; of objects of unknown classes, with the class in brackets."""
     remarks: tuple[str, ...] = ()
 
 
@@ -171,8 +184,8 @@ def prepare(
     catalog = reader.open_catalog(source)
     store, file = _destination(dst, to)
     _check_destination(src, dst, store, file, overwrite)
-    kept, left_out = _choose(catalog, to, select, exclude, src)
-    values, lost = _choose_values(kept, to, select, exclude)
+    chosen = choose(catalog, to, select, exclude, src)
+    kept = chosen.catalog
     specs = _converted(kept.tensors, wanted_dtype)
     pieces, files = ([Target(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
     read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
@@ -183,15 +196,17 @@ def prepare(
         targets=pieces,
         fill=fill,
         finish=fill.complete,
-        values=values,
+        values=kept.values,
         aliases=kept.aliases,
         notes=replace(kept.notes, mesh=dict(layout.mesh) if layout is not None else {}),
         source=_with_companions(source, kept),
+        dtype=wanted_dtype,
         max_file_bytes=max_file_bytes,
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
     )
-    return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), tuple(left_out), (*catalog.notes.remarks, *lost))
+    remarks = (*catalog.notes.remarks, *chosen.remarks(to))
+    return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), chosen, remarks)
 
 
 def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> Report:
@@ -206,6 +221,7 @@ def run(conversion: Conversion, group: Group | None = None, on_progress: Progres
         sum(group.all_gather(count.done)),
         time.monotonic() - began,
         conversion.left_out,
+        conversion.values_left_out,
         conversion.remarks,
     )
 
@@ -238,100 +254,54 @@ def _with_companions(source: Source, catalog: Catalog) -> Source:
 
 
 def _destination(dst: str, to: str) -> tuple[Store, str | None]:
-    """The directory to be, or for `torchsave` the directory around the file to be, and its name.
-
-    An existing directory gets a file of the default name.
-    """
-    if to != "torchsave" or open_store(dst).list():
-        if to == "hf" and dst.endswith(".safetensors"):
-            raise UnsupportedError(dst, "hf is written as a directory: name that")
-        return open_store(dst), None
-    parent, _, name = dst.rstrip("/").rpartition("/")
-    return open_store(parent or ("/" if dst.startswith("/") else ".")), name
+    """The directory to be, or for `torchsave` the directory around the file to be, and its name."""
+    if not dst:
+        raise UnsupportedError("an empty path", "can't be written to: name the destination")
+    store = open_store(dst)
+    if to == "torchsave":
+        if store.list() or os.path.isdir(store.url):
+            raise UnsupportedError(dst, "is a directory, and torchsave is written as one file: name that, as `model.pt` in it")
+        parent, _, name = dst.rstrip("/").rpartition("/")
+        return open_store(parent or ("/" if dst.startswith("/") else ".")), name
+    if to == "hf" and dst.endswith(".safetensors"):
+        raise UnsupportedError(dst, "hf is written as a directory: name that")
+    return store, None
 
 
 def _check_destination(src: str, dst: str, store: Store, file: str | None, overwrite: bool) -> None:
     """Refuse to write where something is, unless it is a checkpoint that may be replaced."""
-    if open_store(src).url == open_store(dst).url:
-        raise UnsupportedError(dst, "source and destination are the same")
-    if file is not None or not store.list():
-        if file is not None and store.exists(file) and not overwrite:
-            raise ExistsError(dst)
-        return
-    if _is_leftover(store):
+    _check_apart(src, dst, store, file)
+    if not (store.list() if file is None else store.exists(file)) or (file is None and _is_leftover(store)):
         return
     if not overwrite:
         raise ExistsError(dst)
+    if file is None and native.committed_steps(store):
+        raise UnsupportedError(dst, "holds a run's checkpoints: they are not replaced, name one of them or another place")
     try:
         formats.detect(locate(dst))
     except NotACheckpointError:
         raise UnsupportedError(dst, "holds something that is no checkpoint: it is not replaced; remove it yourself") from None
 
 
+def _check_apart(src: str, dst: str, store: Store, file: str | None) -> None:
+    """Source and destination are not one, nor is one inside the other."""
+    whole = store.url if file is None else f"{store.url.rstrip('/')}/{file}"
+    one, other = (_true_url(url).rstrip("/") + "/" for url in (open_store(src).url, whole))
+    if one == other:
+        raise UnsupportedError(dst, "source and destination are the same")
+    if other.startswith(one):
+        raise UnsupportedError(dst, f"lies inside the source {src}: choose a place outside it")
+    if one.startswith(other):
+        raise UnsupportedError(dst, f"the source {src} lies inside it: choose another place")
+
+
+def _true_url(url: str) -> str:
+    return url if "://" in url else os.path.realpath(url)
+
+
 def _is_leftover(store: Store) -> bool:
     """Whether a directory holds only what an interrupted native save leaves: the next one clears it away."""
     return all(_LEFTOVER.fullmatch(name) for name in store.list())
-
-
-def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name matches one of some globs; a pattern without wildcards means the name and all below it."""
-    wild = frozenset("*?[")
-
-    def matches(name: str) -> bool:
-        return any(
-            fnmatch.fnmatchcase(name, pattern) or (wild.isdisjoint(pattern) and name.startswith(pattern.rstrip("/") + "/"))
-            for pattern in patterns
-        )
-
-    return matches
-
-
-def chooser(select: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name is selected (all are, without `select`) and not excluded."""
-    selected, excluded = matcher(select), matcher(exclude)
-    return lambda name: (not select or selected(name)) and not excluded(name)
-
-
-def _choose(catalog: Catalog, to: str, select: Sequence[str], exclude: Sequence[str], src: str) -> tuple[Catalog, list[str]]:
-    """The part of a catalog that goes over, and the names that don't."""
-    names = catalog.names
-    chosen = list(filter(chooser(select, exclude), names))
-    if names and not chosen:
-        raise UnsupportedError(src, "the selection leaves no tensor")
-    for pattern in select:
-        if not any(map(matcher([pattern]), names)):
-            raise UnsupportedError(src, f"no name matches {pattern!r}")
-    kept = set(formats.taken(to, chosen))
-    return catalog.filter(kept.__contains__), [name for name in names if name not in kept]
-
-
-def _choose_values(catalog: Catalog, to: str, select: Sequence[str], exclude: Sequence[str]) -> tuple[object, list[str]]:
-    """The values that go over, by their top-level keys, and a remark on the others.
-
-    `select` takes those that the first component of a pattern names; `exclude` drops those that a pattern means whole.
-    """
-    values = catalog.values
-    if not isinstance(values, dict):
-        return values, []
-    roots = [pattern.split("/")[0] for pattern in select]
-    whole = [pattern.removesuffix("*").rstrip("/") or "*" for pattern in exclude]
-    kept = {
-        key: value
-        for key, value in values.items()
-        if key == METADATA_KEY or ((not select or _any(key, roots)) and not _any(key, whole) and to not in formats.VALUELESS)
-    }
-    lost = sorted(str(key) for key in values if key not in kept)
-    return kept, [f"values left out: {shorten(lost)}"] if lost else []
-
-
-def _any(key: object, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(str(key), pattern) for pattern in patterns)
-
-
-def shorten(names: Sequence[str], limit: int = _SHOWN) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _converted(specs: Sequence[TensorSpec], dtype: str | None) -> list[TensorSpec]:

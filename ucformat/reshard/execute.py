@@ -177,8 +177,12 @@ class _Execution:
             self._work(tasks, waiting, turn)
             return
         with ThreadPoolExecutor(count, thread_name_prefix="ucf-read") as pool:
-            for future in [pool.submit(self._work, tasks, waiting, turn) for _ in range(count)]:
-                future.result()
+            try:
+                for future in [pool.submit(self._work, tasks, waiting, turn) for _ in range(count)]:
+                    future.result()
+            except BaseException:
+                self.failed = True  # an interrupt reaches this thread alone
+                raise
 
     def _work(self, tasks: list[_Task], waiting: Iterator[int], turn: AbstractContextManager[object]) -> None:
         """Take tasks in file order and read each when it is its turn; verify and scatter beside the next one's reading."""

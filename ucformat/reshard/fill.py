@@ -14,6 +14,7 @@ from ucformat.formats.target import Target
 from ucformat.image import Part
 from ucformat.reshard.execute import WIDTH, Seen, execute
 from ucformat.reshard.plan import plan, wants
+from ucformat.storage import Bytes
 
 
 @dataclass(slots=True)
@@ -52,18 +53,23 @@ class TensorFill:
     def __init__(self, tensors: Sequence[torch.Tensor], kinds: Sequence[DType]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._kinds = kinds
-        self._images = [
-            t.reshape(-1).view(torch.uint8).numpy() if t.device.type == "cpu" and t.is_contiguous() and t.numel() else None
-            for t in self._tensors
-        ]
+        self._images: dict[int, Bytes | None] = {}
 
     def __call__(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            image = self._images[part.piece]
+            image = self._image(part.piece)
             if image is not None:
                 part.out[:] = image[part.start : part.stop]
             else:
                 self._copy(part)
+
+    def _image(self, i: int) -> Bytes | None:
+        """The bytes of a tensor where they lie in order; looked at when first asked for, by the thread that copies."""
+        if i not in self._images:
+            t = self._tensors[i]
+            plain = t.device.type == "cpu" and t.is_contiguous() and t.numel()
+            self._images[i] = t.reshape(-1).view(torch.uint8).numpy() if plain else None
+        return self._images[i]
 
     def _copy(self, part: Part) -> None:
         source, kind = self._tensors[part.piece], self._kinds[part.piece]

@@ -17,6 +17,7 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import DTypeMismatchError, NamesMismatchError, ShapeMismatchError
 from ucformat.group import Group
+from ucformat.reshard import masters
 from ucformat.reshard.collect import Piece
 from ucformat.reshard.execute import execute
 from ucformat.reshard.plan import ReadPlan, plan, wants
@@ -28,7 +29,10 @@ class LoadOptions:
     """How to load; equal on every rank."""
 
     strict: bool = True
-    """Names that are wanted and not stored, or stored and wanted by no rank, are an error."""
+    """Names that are wanted and not stored, or stored and wanted by no rank, are an error.
+
+    A framework's own records and master weights that a live state has no place for don't count: see `formats.bookkeeping`.
+    """
     cast: bool = False
     """Stored dtypes may differ from the live ones."""
     verify: bool = True
@@ -49,7 +53,7 @@ def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: L
     """Restore `into` from an open checkpoint; its step. Every rank of `group` calls it, with catalogs of one checkpoint."""
     where = catalog.store.url
     loading = prepare(into, catalog, group)
-    pieces = _known(loading.pieces, catalog)
+    pieces = masters.from_masters(_known(loading.pieces, catalog), catalog)
     _check_names(loading, catalog, options, group)
     planned: ReadPlan | None = None
     dest: list[torch.Tensor] = []
@@ -63,6 +67,8 @@ def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: L
             dest.append(spec.kind.empty(spec.shape))
         planned = plan(catalog, wants(catalog, wanted))
     assert planned is not None
+    if group.rank == 0:
+        masters.tell(pieces, loading.names, catalog)
     with group.together(f"reading {where}"):
         execute(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
     with group.together(f"restoring from {where}"):
@@ -91,7 +97,10 @@ def _check_names(loading: Loading, catalog: Catalog, options: LoadOptions, group
         everyone |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(used)).astype(bool)
     unused = frozenset.intersection(*(values for _, values, _ in told))
     missing = sorted({name for _, _, names_lost in told for name in names_lost})
-    unexpected = [name for name, hit in zip(names, everyone, strict=True) if not hit] + sorted(unused)
+    own = formats.bookkeeping(catalog.notes.origin)
+    spare = set(masters.placeless([name for name, hit in zip(names, everyone, strict=True) if hit], catalog))
+    unexpected = [name for name, hit in zip(names, everyone, strict=True) if not hit and name not in spare] + sorted(unused)
+    unexpected = [name for name in unexpected if name.split("/")[0] not in own]
     if options.strict and (missing or unexpected):
         raise NamesMismatchError(catalog.store.url, missing, unexpected)
 

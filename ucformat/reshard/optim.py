@@ -25,7 +25,8 @@ GROUPS = "param_groups"
 OWN_CHOICES = frozenset({"foreach", "fused", "capturable"})
 """How the optimizer of this run computes, on its own device: loading does not change it."""
 
-_PARAMETERS = frozenset({"params", "param_names"})
+PARAMETERS = frozenset({"params", "param_names"})
+"""What of a group is no hyper-parameter."""
 
 MASTER = "fp32"  # canonical name of master weights, which torch's own optimizers do not keep
 
@@ -95,7 +96,7 @@ def tree(item: Named, node: Node, *, groups: bool) -> dict[str, object]:
     if groups:
         out[GROUPS] = [
             {
-                **{name: node(x, f"{item.key}/{GROUPS}/{g}/{name}") for name, x in group.items() if name not in _PARAMETERS},
+                **{name: node(x, f"{item.key}/{GROUPS}/{g}/{name}") for name, x in group.items() if name not in PARAMETERS},
                 "params": item.group_names(group),
             }
             for g, group in enumerate(item.groups)
@@ -135,11 +136,15 @@ def allocate(item: Named, specs: Mapping[str, Mapping[str, TensorSpec]]) -> None
             for name, spec in specs.get(owned.fqn, {}).items():
                 state = item.optimizer.state[parameter]
                 if name not in state and not (own and name == MASTER):
-                    state[name] = _zeros(parameter, group, owned, name, spec)
+                    state[name] = _zeros(parameter, group, owned, name, spec, own=own)
 
 
-def _zeros(parameter: torch.Tensor, group: Mapping[str, Any], owned: Owned, name: str, spec: TensorSpec) -> torch.Tensor:
+def _zeros(
+    parameter: torch.Tensor, group: Mapping[str, Any], owned: Owned, name: str, spec: TensorSpec, *, own: bool
+) -> torch.Tensor:
     dtype = spec.kind.torch
+    if own and name != "step" and dtype.is_floating_point and parameter.is_floating_point() and spec.shape:
+        dtype = parameter.dtype  # torch's own optimizers compute with states of the parameter's dtype only
     if name != "step" and spec.shape == owned.leaf.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if spec.shape == ():

@@ -68,7 +68,12 @@ def verify(catalog: Catalog, on_bytes: Callable[[int], None] | None = None) -> V
     damages = list(_coverage(catalog))
     numbers = [number for number, file in enumerate(catalog.files) if file.inline is None]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ucf-verify") as pool:
-        results = list(pool.map(lambda number: _file(catalog, number, on_bytes), numbers))
+        futures = [pool.submit(_file, catalog, number, on_bytes) for number in numbers]
+        try:
+            results = [future.result() for future in futures]
+        except BaseException:  # an interrupt: files that nobody has begun are left
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for _, found in results:
         damages.extend(found)
     damages.extend(_companions(catalog))

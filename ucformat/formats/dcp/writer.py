@@ -89,11 +89,11 @@ def write(job: WriteJob) -> None:
                 _write_items(job, held, writer.write)
 
     def commit(store: Store) -> None:
-        for text in companions.carry(job.source, store, companions.PREFIX):
+        for text in companions.carry(job.source, store, companions.PREFIX, job.dtype):
             _LOG.warning("%s", text)
         store.put(FILE, _metadata(job, specs, paths, placed))
 
-    publish(job, write_mine, commit)
+    publish(job, write_mine, commit, last=FILE)
 
 
 def _path(file: int) -> str:
@@ -112,9 +112,7 @@ def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | in
             raise UnsupportedError(job.store.url, f"tensor {target.name!r}: torch has no dtype {target.spec.dtype}")
     arrays = {name: _array(job, pieces[name]) for name in set(_arrays(job.values)) if name in pieces}
     leaves: dict[str, Any] = {name: arrays.get(name, _Tensor(name, held[0][1].spec)) for name, held in pieces.items()}
-    tree, dropped = torch_tree(job, leaves, exact=True)
-    if dropped:
-        _LOG.warning("%s: left out, DCP has no place for opaque values: %s", job.store.url, ", ".join(dropped))
+    tree = torch_tree(job, leaves, exact=True)
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for path, leaf in _flatten((), tree):
@@ -281,7 +279,7 @@ def _metadata(
         chunks = entries[key].chunks
         storage[torch_metadata.MetadataIndex(key, p.item.offset, len(chunks))] = info
         chunks.append(torch_metadata.ChunkStorageMetadata(torch.Size(p.item.offset), torch.Size(p.item.length)))
-    tree = torch_metadata.Metadata(entries, dict(paths), storage, torch_metadata.StorageMeta(job.store.url), version=_VERSION)
+    tree = torch_metadata.Metadata(entries, dict(paths), storage, torch_metadata.StorageMeta(), version=_VERSION)
     out = io.BytesIO()
     pickle.dump(tree, out, protocol=4)
     return out.getvalue()

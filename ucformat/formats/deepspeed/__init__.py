@@ -34,6 +34,9 @@ _OWN = {
 }  # fmt: skip
 """Other entries that DeepSpeed writes; all the rest came from the client."""
 
+BOOKKEEPING = frozenset({"deepspeed", "client", "args", "step"})
+"""See `formats.bookkeeping`. The step is in the notes, too; schedulers and data samplers are state that goes on."""
+
 detect = found_files.detect
 
 

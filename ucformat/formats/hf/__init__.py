@@ -19,7 +19,8 @@ from ucformat.safetensors_header import LENGTH_BYTES, Entry, Header
 from ucformat.storage import Store
 
 NAME = "hf"
-__all__ = ["NAME", "detect", "open_catalog", "takes", "write"]
+BOOKKEEPING = frozenset({METADATA_KEY})
+__all__ = ["BOOKKEEPING", "NAME", "detect", "open_catalog", "takes", "write"]
 
 _OTHERS = (b"DCP_SHARDING_INFO", b'"ucf":"{')
 """Metadata keys of formats that also keep fragments in safetensors files: DCP's distributed HF form, our shards."""

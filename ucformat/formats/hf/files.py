@@ -1,4 +1,4 @@
-"""Which safetensors files make up a Hugging Face checkpoint, and which tensor is in which of them.
+"""Which files make up a Hugging Face checkpoint, and which tensor is in which of them.
 
 Index and files must agree: what an index names must be there, and no name may be in two files.
 """
@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 from ucformat.formats.source import Source
 from ucformat.safetensors_header import Entry, Header, distinct, read_header
 from ucformat.storage import Store, safe_path
 
+T = TypeVar("T")
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20  # a million names; an index is no place for data
 HEADER_THREADS = 8  # headers are small, their latency on object stores is not
 
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
-_STEMS = ("model", "diffusion_pytorch_model", "pytorch_model")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.safetensors|\.bin)")
+STEMS = ("model", "diffusion_pytorch_model", "pytorch_model")
 """Names that libraries look for, in order of preference, where a directory holds several sets of weights."""
 
 
@@ -51,7 +53,7 @@ def choose(source: Source) -> FileSet:
         if single in weights and single not in chosen.files:  # what loaders of the library do, too
             chosen = FileSet((single,), remarks=(f"{index} is not of {single}: ignored",))
         return _mention(chosen, weights)
-    shards = _shard_set([name for name in weights if _SHARD.fullmatch(name)], source.store.url)
+    shards = shard_set(weights, source.store.url)
     preferred = _preferred(weights, SUFFIX)
     if preferred is not None:
         return _mention(FileSet((preferred,)), weights)
@@ -65,21 +67,24 @@ def _preferred(names: Sequence[str], suffix: str) -> str | None:
     """The only name, or the one that libraries would take."""
     if len(names) == 1 and not _SHARD.fullmatch(names[0]):
         return names[0]
-    return next((stem + suffix for stem in _STEMS if stem + suffix in names), None)
+    return next((stem + suffix for stem in STEMS if stem + suffix in names), None)
 
 
-def _shard_set(names: Sequence[str], url: str) -> tuple[str, ...]:
-    """All files of the one numbered set among `names`; empty when there is none or several."""
-    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+def shard_set(names: Sequence[str], url: str, suffix: str = SUFFIX) -> tuple[str, ...]:
+    """All files of the one numbered set among `names`; empty when there is none or several.
+
+    Raises MissingFileError when one of them is not there.
+    """
+    matches = [match for name in names if (match := _SHARD.fullmatch(name)) and match["suffix"] == suffix]
     sets = {(match["stem"], match["count"]) for match in matches}
-    stems = [stem for stem in _STEMS if stem in {stem for stem, _ in sets}]
+    stems = [stem for stem in STEMS if stem in {stem for stem, _ in sets}]
     if len(sets) > 1 and stems:
         sets = {(stem, count) for stem, count in sets if stem == stems[0]}
     if len(sets) != 1:
         return ()
     stem, count = sets.pop()
     width, total = len(count), int(count)
-    wanted = tuple(f"{stem}-{number:0{width}d}-of-{count}{SUFFIX}" for number in range(1, min(total, len(names) + 1) + 1))
+    wanted = tuple(f"{stem}-{number:0{width}d}-of-{count}{suffix}" for number in range(1, min(total, len(matches) + 1) + 1))
     missing = next((name for name in wanted if name not in names), None)
     if missing is not None:
         raise MissingFileError(f"{url}/{missing}", f"missing: one of {total} shards")
@@ -95,8 +100,11 @@ def _mention(chosen: FileSet, weights: Sequence[str]) -> FileSet:
     return FileSet(chosen.files, chosen.index, chosen.weight_map, chosen.total_size, (*chosen.remarks, remark))
 
 
-def read_index(store: Store, path: str) -> FileSet:
-    """Read an index. Raises FormatError when it is malformed or names files outside the directory."""
+def read_index(store: Store, path: str, suffix: str = SUFFIX) -> FileSet:
+    """Read an index of files that end in `suffix`.
+
+    Raises FormatError when it is malformed or names files outside the directory.
+    """
     size, where = store.size(path), f"{store.url}/{path}"
     if size > MAX_INDEX_BYTES:
         raise FormatError(where, f"an index of {size} bytes: the limit is {MAX_INDEX_BYTES}")
@@ -109,25 +117,33 @@ def read_index(store: Store, path: str) -> FileSet:
         raise FormatError(where, "weight_map is not an object of file names", 0, size)
     files = tuple(sorted(set(weight_map.values())))
     for file in files:
-        if not safe_path(file, where).endswith(SUFFIX):
-            raise FormatError(where, f"weight_map names {file!r}, which is no safetensors file", 0, size)
+        if not safe_path(file, where).endswith(suffix):
+            raise FormatError(where, f"weight_map names {file!r}, which is no {suffix} file", 0, size)
     metadata = tree.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return FileSet(files, path, weight_map, int(total) if isinstance(total, (int, float)) else None)
 
 
-def read_headers(store: Store, chosen: FileSet) -> list[Header]:
-    """The headers of all files, in order. Raises MissingFileError for a file that an index names and is not there."""
+def read_each(store: Store, chosen: FileSet, read: Callable[[Store, str], T]) -> list[T]:
+    """`read(store, file)` of every file, in order, several at a time.
 
-    def read(file: str) -> Header:
+    Raises MissingFileError for a file that an index names and that is not there.
+    """
+
+    def one(file: str) -> T:
         if chosen.index is not None and not store.exists(file):
             raise MissingFileError(f"{store.url}/{file}", f"missing: {chosen.index} names it")
-        return read_header(store, file)
+        return read(store, file)
 
     if len(chosen.files) == 1:
-        return [read(chosen.files[0])]
+        return [one(chosen.files[0])]
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        return list(pool.map(read, chosen.files))
+        return list(pool.map(one, chosen.files))
+
+
+def read_headers(store: Store, chosen: FileSet) -> list[Header]:
+    """The headers of all files, in order. Raises MissingFileError for a file that an index names and is not there."""
+    return read_each(store, chosen, read_header)
 
 
 def owners(store: Store, chosen: FileSet, headers: Sequence[Header]) -> tuple[dict[str, tuple[int, Entry]], tuple[str, ...]]:

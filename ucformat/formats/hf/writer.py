@@ -21,7 +21,7 @@ from ucformat.formats import companions
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Target, WriteJob
 from ucformat.image import Image, write_image
-from ucformat.safetensors_header import build_header
+from ucformat.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, build_header
 from ucformat.storage import Store
 
 MODEL = "model"
@@ -63,12 +63,12 @@ def write(job: WriteJob) -> None:
                 write_image(writer, file.image, job.fill, on_bytes=job.on_bytes)
 
     def commit(store: Store) -> None:
-        for text in companions.carry(job.source, store):
+        for text in companions.carry(job.source, store, dtype=job.dtype):
             _LOG.warning("%s", text)
         if len(files) > 1:
             store.put(INDEX, _index(files))
 
-    publish(job, write_mine, commit)
+    publish(job, write_mine, commit, last=INDEX if len(files) > 1 else SINGLE)
 
 
 def lay_out(job: WriteJob) -> tuple[PlannedFile, ...]:
@@ -155,6 +155,9 @@ def _plan_file(
         for name, number in zip(own, order, strict=True)
     ]
     header = build_header(entries, {**extra, "format": "pt", **tied}, DATA_ALIGN)
+    if len(header) - LENGTH_BYTES > MAX_HEADER_BYTES:
+        why = f"the names of {len(own)} tensors are more than the header of one file can hold: choose a smaller size of files"
+        raise UnsupportedError(path, why)
     nbytes = np.array([targets[number].nbytes for number in order], dtype=np.int64)
     stops = len(header) + np.cumsum(nbytes)
     image = Image(int(stops[-1]), [(0, header)], np.array(order, dtype=np.int64), stops - nbytes, nbytes)

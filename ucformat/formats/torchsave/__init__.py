@@ -19,6 +19,7 @@ from ucformat.formats.torchmodule import is_module, to_state_dicts
 from ucformat.formats.torchsave.writer import write
 from ucformat.formats.torchstate import to_canonical
 from ucformat.safepickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
+from ucformat.storage import Store
 from ucformat.torchzip import checks_of
 from ucformat.values_json import Opaque
 
@@ -59,15 +60,16 @@ def open_catalog(source: Source) -> Catalog:
     nest = to_canonical(tree, is_tensor) if isinstance(tree, dict) and tree else {BARE: tree}
     kept, leaves = values.split(nest, is_tensor)
     builder = CatalogBuilder(source.store)
-    add_leaves(builder, leaves, {source.file: _file(source, opened)})
+    add_leaves(builder, leaves, {source.file: file_of(source.store, opened)})
     step = kept.get("step") if isinstance(kept, dict) else None
     remarks = [*(f"of a pickled {name} the state dict was read" for name in modules), *placeholders(kept)]
     return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(remarks)))
 
 
-def _file(source: Source, opened: TorchFile) -> File:
+def file_of(store: Store, opened: TorchFile) -> File:
+    """An opened file as a catalog lists it, with the checksums of its records."""
     data = [entry for name, entry in opened.entries.items() if name.startswith("data/")]
-    return File(opened.file, source.store.size(opened.file), checks_of(data))
+    return File(opened.file, store.size(opened.file), checks_of(data))
 
 
 def is_tensor(leaf: object) -> bool:

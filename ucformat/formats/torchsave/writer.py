@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ucformat import values
 from ucformat.errors import ExistsError, UnsupportedError
+from ucformat.formats.staging import replacing
 from ucformat.formats.target import Target, WriteJob
 from ucformat.formats.torchrecords import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.formats.torchstate import Nest, plain, to_torch
 from ucformat.image import stream
-from ucformat.values_json import TensorRef
 
 DEFAULT_FILE = "checkpoint.pt"
 _TOP = "checkpoint"  # the folder inside the zip; torch takes any
-_LOG = logging.getLogger(__name__)
 
 
 def write(job: WriteJob) -> None:
@@ -39,12 +37,9 @@ def _write(job: WriteJob) -> None:
     leaves = {
         name: Outgoing(str(i), held[0][1].spec.dtype, held[0][1].spec.shape) for i, (name, held) in enumerate(pieces.items())
     }
-    tree, dropped = torch_tree(job, leaves)
-    if dropped:
-        _LOG.warning("%s: left out, torch.save has no place for opaque values: %s", path, ", ".join(dropped))
-    data_pkl = pickle_tree(tree)
+    data_pkl = pickle_tree(torch_tree(job, leaves))
     size = zip_size(_TOP, data_pkl, leaves.values())
-    with job.store.writer(path, size) as writer:
+    with replacing(job.store, path, size) as writer:
         out = RecordWriter(writer.write, _TOP)
         write_head(out, data_pkl)
         _write_tensors(job, out, pieces, leaves)
@@ -82,26 +77,11 @@ def in_order(job: WriteJob) -> dict[str, list[tuple[int, Target]]]:
     return pieces
 
 
-def torch_tree(job: WriteJob, leaves: Mapping[str, Any], *, exact: bool = False) -> tuple[Nest, list[str]]:
-    """The state as torch programs nest it, tensors being `leaves` by name; and the paths of what was left out.
+def torch_tree(job: WriteJob, leaves: Mapping[str, Any], *, exact: bool = False) -> Nest:
+    """The state as torch programs nest it, tensors being `leaves` by name. Raises UnrepresentableError for an opaque value.
 
     `exact` is for DCP: see `torchstate.plain`, and its optimizers keep `param_names`.
     """
     held = {**leaves, **{alias: leaves[name] for alias, name in job.aliases.items() if name in leaves}}
-    kept = _without_missing(job.values, held)
-    tree = values.join(kept if isinstance(kept, dict) else {}, held)
-    dropped: list[str] = []
-    return plain(to_torch(cast(Nest, tree), param_names=exact), dropped, exact=exact), dropped
-
-
-def _without_missing(tree: Any, held: Mapping[str, Any]) -> Any:
-    """The values without placeholders of tensors that are not written (a selection)."""
-    if isinstance(tree, dict):
-        return type(tree)((key, _without_missing(value, held)) for key, value in tree.items() if not _missing(value, held))
-    if type(tree) in (list, tuple):
-        return type(tree)(None if _missing(value, held) else _without_missing(value, held) for value in tree)
-    return tree
-
-
-def _missing(value: object, held: Mapping[str, Any]) -> bool:
-    return isinstance(value, (TensorRef, values.ArrayRef)) and value.name not in held
+    tree = values.join(job.values if isinstance(job.values, dict) else {}, held)
+    return cast(Nest, plain(to_torch(cast(Nest, tree), param_names=exact), exact=exact))
