@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ucformat.formats.snapshot import SlotRecord
 from ucformat.manifest import VERSION, Envelope, Record
 from ucformat.shard import ShardNote
 from ucformat.values_json import TAGS
@@ -16,12 +17,19 @@ SCHEMA = Path(__file__).with_name("ucf.schema.json")
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of `ucf.json`; `$defs/ShardNote` is that of a shard's `__metadata__.ucf`."""
-    _, found = msgspec.json.schema_components([Envelope, Record, ShardNote], ref_template="#/$defs/{name}")
+    """JSON Schema of `ucf.json`; `$defs` has `ShardNote`, of a shard's `__metadata__.ucf`, and `SlotFile`, of a slot's record."""
+    _, found = msgspec.json.schema_components([Envelope, Record, ShardNote, SlotRecord], ref_template="#/$defs/{name}")
     defs: dict[str, Any] = dict(found)
     envelope = defs.pop("Envelope")
+    defs["SlotFile"] = {
+        **envelope,
+        "title": "SlotFile",
+        "description": "The file `slot-K.json`, in the envelope of `ucf.json`.",
+        "properties": {**envelope["properties"], "record": {"$ref": "#/$defs/SlotRecord"}},
+    }
     envelope["properties"]["record"] = {"$ref": "#/$defs/Record"}
-    defs["Record"]["properties"]["values"] = {"$ref": "#/$defs/Value"}
+    for record in ("Record", "SlotRecord"):
+        defs[record]["properties"]["values"] = {"$ref": "#/$defs/Value"}
     defs["Value"] = _value()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

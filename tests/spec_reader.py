@@ -1,6 +1,7 @@
 """A reader written from specs/format.md alone, without ucformat: what it can read, the specification tells.
 
-It covers committed checkpoints (sections 3 to 5) and checks every digest on its way; values stay JSON.
+It covers committed checkpoints (sections 3 to 5) and snapshot directories (section 7), and checks every digest on its way;
+values stay JSON.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def xxh(data: bytes) -> str:
     return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
 
-def read_record(root: Path) -> dict[str, Any]:
+def read_record(root: Path, name: str = "ucf.json") -> dict[str, Any]:
     """The record in ucf.json, verified (section 3)."""
-    data = (root / "ucf.json").read_bytes()
+    data = (root / name).read_bytes()
     envelope = json.loads(data)
     assert envelope["ucf"].split(".")[0] == "1"
     raw = data[data.index(b'"record":') + len(b'"record":') : data.rindex(b"}")]
@@ -57,6 +58,8 @@ def read_shard(root: Path, shard: dict[str, Any], block: int) -> bytes:
     start, stop = shard["data_start"], shard["table_start"]
     assert len(data) == shard["size"]
     assert xxh(data[:start]) == shard["header_digest"]
+    if shard.get("table_digest") is None:
+        return data  # a slot without checksums
     assert xxh(data[stop:]) == shard["table_digest"]
     table = np.frombuffer(data, "<u8", offset=stop)
     for i, at in enumerate(range(start, stop, block)):
@@ -100,3 +103,45 @@ def read_checkpoint(root: Path) -> tuple[dict[str, tuple[str, NDArray[np.void]]]
     for alias, target in record.get("aliases", {}).items():
         tensors[alias] = tensors[target]
     return tensors, record
+
+
+def versions(root: Path) -> dict[tuple[int, int, str], dict[int, tuple[Path, dict[str, Any]]]]:
+    """(step, world, run) → rank → directory and record of the slot that holds its part (section 7)."""
+    found: dict[tuple[int, int, str], dict[int, tuple[Path, dict[str, Any]]]] = {}
+    for path in root.glob("rank-*/slot-*.json"):
+        record = read_record(path.parent, path.name)
+        if path.parent.name != f"rank-{record['rank']:05d}" or record["file"] != f"{path.stem}.safetensors":
+            continue
+        ranks = found.setdefault((record["step"], record["world"], record.get("run", "")), {})
+        if record["rank"] not in ranks or ranks[record["rank"]][1]["created"] < record["created"]:
+            ranks[record["rank"]] = path.parent, record
+    return found
+
+
+def read_snapshot(root: Path) -> tuple[dict[str, tuple[str, NDArray[np.void]]], list[dict[str, Any]]]:
+    """The newest complete version: tensors as `read_checkpoint` gives them, and the ranks' records."""
+    whole = {key: ranks for key, ranks in versions(root).items() if sorted(ranks) == list(range(key[1]))}
+    newest = max(whole, key=lambda key: (key[0], max(record["created"] for _, record in whole[key].values())))
+    slots = [whole[newest][rank] for rank in range(newest[1])]
+    tensors: dict[str, tuple[str, NDArray[np.void]]] = {}
+    filled: dict[str, NDArray[np.bool_]] = {}
+    for folder, record in slots:
+        data = read_shard(folder, record, record["block_bytes"])
+        note, entries = safetensors(data)
+        for key, (dtype, shape, start, stop) in entries.items():
+            if key.startswith("__ucf__."):
+                continue
+            whole_entry = {"tensor": key, "dtype": dtype, "shape": shape, "offset": [0] * len(shape)}
+            said = note["entries"].get(key, whole_entry)
+            size = ITEM_BYTES[said["dtype"]]
+            items = tensors.setdefault(said["tensor"], (said["dtype"], np.zeros(said["shape"], f"V{size}")))[1]
+            there = filled.setdefault(said["tensor"], np.zeros(said["shape"], dtype=bool))
+            box = tuple(slice(o, o + n) for o, n in zip(said["offset"], shape, strict=True))
+            assert not there[box].any()
+            items[box] = np.frombuffer(data[start:stop], f"V{size}").reshape(shape)
+            there[box] = True
+    assert all(there.all() for there in filled.values())
+    for _, record in slots:
+        for alias, target in record.get("aliases", {}).items():
+            tensors[alias] = tensors[target]
+    return tensors, [record for _, record in slots]

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from specs.generate import SCHEMA, text
-from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record
+from tests.snapshot import slotfill
+from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record, read_snapshot
 from tests.spec_reader import safetensors as read_header
 from ucformat import values
 from ucformat.box import Box, flat_range
@@ -24,9 +25,12 @@ from ucformat.dtypes import DTYPES, from_torch
 from ucformat.formats import native
 from ucformat.formats.target import Target, WriteJob
 from ucformat.reshard.fill import TensorFill
+from ucformat.reshard.read import read
+from ucformat.snapshot.slots import SlotSet
 from ucformat.storage import open_store
 from ucformat.values_json import TAGS
 
+SLOT = {"$ref": "#/$defs/SlotFile", "$defs": json.loads(text())["$defs"]}
 SPEC = SCHEMA.with_name("format.md").read_text()
 
 
@@ -93,13 +97,62 @@ def test_the_schema_file_is_what_the_types_of_the_code_say() -> None:
 def test_every_example_of_ucf_json_in_the_specification_is_valid() -> None:
     examples = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", SPEC, re.DOTALL) if '"ucf"' in block]
     assert examples
+    assert len(examples) == 2
     for example in examples:
-        jsonschema.validate(example, json.loads(text()))
+        slot = "rank" in example["record"]
+        jsonschema.validate(example, SLOT if slot else json.loads(text()))
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slots of two ranks: step 5 whole, and hashed on one of them; of step 6 and of step 7 one rank's part, of two starts."""
+    home = tmp_path_factory.mktemp("taken")
+    owned = [slotfill.pieces(rank, 2) for rank in (0, 1)]
+    for run, steps in (("a", ((4, 5, 6), (4, 5))), ("b", ((), (6,)))):
+        for rank in (0, 1):
+            with SlotSet.create(home, rank, 2, owned[rank], 3, run=run) as slots:
+                for step in steps[rank]:
+                    slot = slotfill.take(slots, owned[rank], step, settled=False)
+                    assert slot is not None
+                    if (rank, step) == (1, 5):
+                        assert slotfill.hash_slot(slots, slot) is not None
+                        slots.settle(5, whole=True)
+    return home
+
+
+def test_the_records_of_slots_satisfy_the_schema(taken: Path) -> None:
+    records = [json.loads(path.read_text()) for path in taken.glob("rank-*/slot-*.json")]
+    assert sorted((r["record"]["rank"], r["record"]["step"]) for r in records) == [(0, 4), (0, 5), (0, 6), (1, 4), (1, 5), (1, 6)]
+    for record in records:
+        jsonschema.validate(record, SLOT)
+    broken = {**records[0], "record": {key: value for key, value in records[0]["record"].items() if key != "world"}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, SLOT)
+
+
+def test_the_specification_lists_the_fields_of_a_slots_record() -> None:
+    section = SPEC[SPEC.index("### 7.1") : SPEC.index("### 7.2")]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| .* \| (.*) \|$", section, re.MULTILINE)
+    listed = {name: "OPTIONAL" in meaning for names, meaning in rows for name in re.findall(r"`(\w+)`", names)}
+    slot = json.loads(text())["$defs"]["SlotRecord"]
+    assert listed == {name: name not in slot["required"] for name in slot["properties"]}
+
+
+def test_a_reader_made_from_the_specification_alone_reads_the_newest_complete_snapshot(taken: Path) -> None:
+    found, records = read_snapshot(taken)
+    assert [(r["step"], r["rank"], r["run"], "table_digest" in r) for r in records] == [(5, 0, "a", False), (5, 1, "a", True)]
+    catalog = slotfill.opened(taken)
+    assert catalog.notes.step == 5
+    assert found.keys() == {spec.name for spec in catalog.tensors} | catalog.aliases.keys()
+    for name, tensor in found.items():
+        check(tensor, read(catalog, name))
+    assert [record["values"] for record in records] == [{"step": 5}] * 2
 
 
 def test_every_example_of_a_value_decodes_to_what_the_specification_says() -> None:
     rows = re.findall(r"^\| `(\{.*?\})` \| `(.*?)` \|", SPEC, re.MULTILINE)
     assert {next(iter(json.loads(row[0]))) for row in rows} == TAGS
+    assert any("first" in json.loads(row[0]).get("$rank_local", ()) for row in rows)
     for written_as, python in rows:
         names = {"torch": torch, "np": np, **vars(values)} | {
             m: __import__(m) for m in ("math", "pathlib", "argparse", "collections")

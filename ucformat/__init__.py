@@ -7,16 +7,18 @@ ucformat.convert("runs/a", "out", to="hf")
 snap = ucformat.Snapshotter(state, directory="/dev/shm/run")   # keeps every step in memory, see docs/snapshots.md
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ucformat.api import convert, load, open, save, steps  # noqa: A004  # the verb that users expect
 from ucformat.errors import UcformatError
-from ucformat.reshard.lazy import Checkpoint, LazyTensor
-from ucformat.reshard.wrappers import FlatShard, Shard, rank_local
 
 if TYPE_CHECKING:
+    from ucformat.api import convert, load, open, save, steps  # noqa: A004  # the verb that users expect
+    from ucformat.reshard.lazy import Checkpoint, LazyTensor
+    from ucformat.reshard.wrappers import FlatShard, RankLocalItem, Shard, rank_local
     from ucformat.snapshot.persistence import Persist
     from ucformat.snapshot.snapshotter import Snapshotter
+    from ucformat.values_json import Opaque, RankLocal
 
 __all__ = [
     "save",
@@ -27,6 +29,9 @@ __all__ = [
     "Shard",
     "FlatShard",
     "rank_local",
+    "RankLocalItem",
+    "RankLocal",
+    "Opaque",
     "Checkpoint",
     "LazyTensor",
     "Snapshotter",
@@ -34,16 +39,24 @@ __all__ = [
     "UcformatError",
 ]
 __version__ = "0.1.0"
+_HOMES = {
+    **dict.fromkeys(("convert", "load", "open", "save", "steps"), "api"),
+    **dict.fromkeys(("Checkpoint", "LazyTensor"), "reshard.lazy"),
+    **dict.fromkeys(("FlatShard", "RankLocalItem", "Shard", "rank_local"), "reshard.wrappers"),
+    **dict.fromkeys(("Opaque", "RankLocal"), "values_json"),
+    "Persist": "snapshot.persistence",
+    "Snapshotter": "snapshot.snapshotter",
+}
 
 
 def __getattr__(name: str) -> object:
-    """The snapshot engine is loaded when it is asked for: it brings torch's pipelining with it."""
-    if name == "Snapshotter":
-        from ucformat.snapshot.snapshotter import Snapshotter
+    """What is asked for is loaded then: a keeper of snapshots needs no torch, and a checkpoint no torch pipelines."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
 
-        return Snapshotter
-    if name == "Persist":
-        from ucformat.snapshot.persistence import Persist
 
-        return Persist
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

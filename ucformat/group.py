@@ -1,7 +1,7 @@
 """The ranks that act together: object exchange and shared failure over torch.distributed, or a single process.
 
 Only small objects travel here (structure, digests, errors); tensor data never does. Every call is bounded by the
-timeout of the process group.
+timeout of the process group. A single process, such as a keeper of snapshots, gets along without torch.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ucformat.errors import RankFailedError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ class Group:
         """Every rank's item, in rank order, on every rank."""
         if self.size == 1:
             return [item]
+        import torch.distributed as dist
+
         items: list[T | None] = [None] * self.size
         dist.all_gather_object(items, item, group=self.process_group)
         return cast("list[T]", items)  # every slot was filled by its rank
@@ -38,6 +41,8 @@ class Group:
         """Every rank's item, in rank order, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [item]
+        import torch.distributed as dist
+
         items: list[T | None] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(item, items, group=self.process_group, group_dst=0)
         return cast("list[T]", items or [])  # every slot was filled by its rank
@@ -46,6 +51,8 @@ class Group:
         """Rank 0's item on every rank."""
         if self.size == 1:
             return item
+        import torch.distributed as dist
+
         box = [item]
         dist.broadcast_object_list(box, group=self.process_group, group_src=0)
         return box[0]
@@ -72,6 +79,8 @@ class Group:
 
 def current(process_group: dist.ProcessGroup | None = None) -> Group:
     """The given or default process group when torch.distributed is initialised, else a single process."""
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_initialized()):
         return Group()
     return Group(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)

@@ -15,10 +15,10 @@ import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from ucformat.errors import FormatError, UnrepresentableError
 
@@ -93,6 +93,8 @@ def _dump(tree: object) -> str:
 
 def _to_json(x: object, at: Where) -> object:
     writer = _WRITERS.get(type(x))
+    if writer is None and type(x).__module__ == "torch":
+        writer = _torch_writers().get(type(x))
     if writer is None:
         raise UnrepresentableError(str(at), type(x).__qualname__)
     return writer(x, at)
@@ -179,9 +181,6 @@ _NUMPY: dict[str, type[np.generic]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     ]
 }
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)
-}
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     kind.__name__: kind for kind in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 }
@@ -200,9 +199,6 @@ _WRITERS: dict[type, Callable[[Any, Where], object]] = {
     OrderedDict: lambda x, at: {"$ordered": _write_pairs(x, at)},
     set: lambda x, at: {"$set": _write_set(x, at)},
     frozenset: lambda x, at: {"$frozenset": _write_set(x, at)},
-    torch.Size: lambda x, at: {"$size": _write_items(x, at)},
-    torch.dtype: lambda x, at: {"$dtype": str(x).removeprefix("torch.")},
-    torch.device: lambda x, at: {"$device": str(x)},
     argparse.Namespace: lambda x, at: {"$namespace": _write_dict(vars(x), at)},
     TensorRef: lambda x, at: {"$tensor": _write_str(x.name, at)},
     ArrayRef: lambda x, at: {"$array": _write_str(x.name, at)},
@@ -211,6 +207,18 @@ _WRITERS: dict[type, Callable[[Any, Where], object]] = {
     **dict.fromkeys(_NUMPY.values(), _write_numpy),
     **{kind: lambda x, at: {"$path": [type(x).__name__, _write_str(str(x), at)]} for kind in _PATHS.values()},
 }
+
+
+@cache
+def _torch_writers() -> dict[type, Callable[[Any, Where], object]]:
+    """Those of torch's own types: apart, so that torch is not loaded for trees that have none."""
+    import torch
+
+    return {
+        torch.Size: lambda x, at: {"$size": _write_items(x, at)},
+        torch.dtype: lambda x, at: {"$dtype": str(x).removeprefix("torch.")},
+        torch.device: lambda x, at: {"$device": str(x)},
+    }
 
 
 # ---------------------------------------------------------------- decode
@@ -338,6 +346,29 @@ def _read_path(x: object) -> pathlib.PurePath:
         return _PATHS[f"Pure{name}"](text)
 
 
+@cache
+def _torch_dtypes() -> dict[str, object]:
+    import torch
+
+    return {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+
+
+def _read_size(x: object) -> object:
+    import torch
+
+    return torch.Size(_items(x, int))
+
+
+def _read_dtype(x: object) -> object:
+    return _torch_dtypes()[_a(str, x)]
+
+
+def _read_device(x: object) -> object:
+    import torch
+
+    return torch.device(_a(str, x))
+
+
 def _read_namespace(x: object) -> argparse.Namespace:
     out = argparse.Namespace()
     for key, item in cast(dict[Any, Any], _a(dict, x)).items():
@@ -375,9 +406,9 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "$ordered": lambda x: _read_pairs(x, OrderedDict()),
     "$set": lambda x: set(_read_set(x)),
     "$frozenset": _read_set,
-    "$size": lambda x: torch.Size(_items(x, int)),
-    "$dtype": lambda x: _TORCH_DTYPES[_a(str, x)],
-    "$device": lambda x: torch.device(_a(str, x)),
+    "$size": _read_size,
+    "$dtype": _read_dtype,
+    "$device": _read_device,
     "$namespace": _read_namespace,
     "$numpy": _read_numpy,
     "$path": _read_path,

@@ -194,7 +194,10 @@ def test_ranks_that_differ_in_what_they_hold_are_no_version(home: Path) -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    record = SlotRecord("1.0", 3, 1, 2, "slot-0.safetensors", 12288, 4096, 8192, 4096, "a" * 16, coords={"dp": 1}, run="r")
+    values = msgspec.Raw(b"{}")
+    record = SlotRecord(
+        "1.0", 3, 1, 2, "slot-0.safetensors", 12288, 4096, 8192, 4096, "a" * 16, values, coords={"dp": 1}, run="r"
+    )
     again = decode_slot(encode_slot(record), "r")
     assert msgspec.json.encode(again) == msgspec.json.encode(record)
     assert again.same_version(record)

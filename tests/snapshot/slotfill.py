@@ -44,12 +44,14 @@ def fill(slot: Slot, owned: Pieces, step: int) -> None:
             row.copy_(torch.full(row.shape, float(step % 16)).to(tensor.dtype))
 
 
-def take(slots: SlotSet, owned: Pieces, step: int, complete: int | None = None) -> Slot | None:
-    """Snapshot `step`."""
-    slot = slots.begin(complete)
+def take(slots: SlotSet, owned: Pieces, step: int, *, settled: bool = True) -> Slot | None:
+    """Snapshot `step`, as all other ranks do if it is to be settled."""
+    slot = slots.begin()
     if slot is not None:
         fill(slot, owned, step)
         slots.commit(slot, step, values.encode({"step": step}), aliases={"model/tied": "model/w"}, mesh={"dp": slots.world})
+        if settled:
+            slots.settle(step, whole=True)
     return slot
 
 

@@ -13,13 +13,28 @@ from pathlib import Path
 import pytest
 
 import ucformat
-from tests.snapshot.keeping import PATIENCE_S, assert_persisted, ends, listen, make_slots, only, options, take, until
+from tests.snapshot.keeping import (
+    PATIENCE_S,
+    assert_persisted,
+    ends,
+    hashed,
+    listen,
+    make_slots,
+    only,
+    options,
+    persist_all,
+    take,
+    until,
+)
 from tests.snapshot.slotfill import opened
 from ucformat.errors import NotACheckpointError
 from ucformat.snapshot import keeper as keepers
+from ucformat.snapshot import parts
+from ucformat.snapshot.fence import Fence, abandon, write_fence
 from ucformat.snapshot.keeper import Keeper
-from ucformat.snapshot.orders import Failed, Hashed, Persisted, Restarted, Stored, Trouble
+from ucformat.snapshot.orders import Failed, Hashed, Persisted, Restarted, Skipped, Stored, Trouble
 from ucformat.snapshot.slots import SlotSet
+from ucformat.storage import open_store
 
 
 @pytest.fixture
@@ -80,6 +95,16 @@ def test_slots_are_hashed_and_persisted_bit_for_bit(tmp_path: Path, slots: SlotS
     assert opened(tmp_path / "slots").files[0].checks is not None
     with pytest.raises(ValueError, match="no persist_url"):
         Keeper(options(tmp_path / "slots")).hash_and_maybe_persist(0, 6, persist=True)
+
+
+def test_a_keeper_does_its_work_without_loading_torch(tmp_path: Path, slots: SlotSet, started: list[Keeper]) -> None:
+    keeper = start(started, Keeper(options(tmp_path / "slots", tmp_path / "run", imports=())))
+    assert keeper.hash_and_maybe_persist(take(slots, 4).index, 4, persist=True)
+    listen(Persisted, keeper)
+    assert_persisted(tmp_path / "run", 4)
+    maps = Path(f"/proc/{keeper.pid}/maps").read_text()
+    assert "numpy" in maps
+    assert "torch" not in maps
 
 
 def test_the_keepers_of_two_ranks_commit_together(tmp_path: Path, started: list[Keeper]) -> None:
@@ -270,6 +295,50 @@ def test_a_keeper_without_a_job_ends_with_its_trainer(tmp_path: Path, gate: Path
     assert exists(pid)
     kill(trainer)
     until(lambda: not exists(pid))
+
+
+def test_an_orphan_never_persists_what_the_job_has_abandoned(
+    tmp_path: Path, gate: Path, started: list[Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKER_S", "0")
+    url, home = f"gated://{tmp_path}/run", tmp_path / "slots"
+    trainer, pid = run_trainer(tmp_path, 8)
+    until(lambda: ucformat.steps(url) == [8])
+    kill(trainer)
+    until(lambda: not exists(pid))
+    (gate / "hold").touch()
+    trainer, pid = run_trainer(tmp_path, 10)
+    until((gate / "reached").exists)  # step 10 is under way, when the trainer dies and the job goes on from step 8
+    kill(trainer)
+    assert abandon(str(home), 0, 1, Fence("run-2", 8)) == [10]
+    with make_slots(home, run="run-2") as slots:
+        assert slots.steps == [8]
+        keeper = start(started, Keeper(options(home, url, run="run-2")))
+        assert keeper.hash_and_maybe_persist(take(slots, 10).index, 10, persist=True)
+        assert exists(pid)
+        (gate / "hold").unlink()
+        listen(Persisted, keeper)
+        assert not exists(pid)
+        assert ucformat.steps(url) == [8, 10]
+        assert_persisted(url, 10)
+        assert parts.made_by(open_store(f"{url}/step-00000010"), "run-2")
+
+
+def test_a_keeper_hears_of_a_fence_that_is_set_up_while_it_works(tmp_path: Path, slots: SlotSet, started: list[Keeper]) -> None:
+    """Rank 0 of two: its shard is stored, and the other rank hands in its part after the job has gone on without them."""
+    home, run = tmp_path / "both", tmp_path / "run"
+    with make_slots(home, 0, 2) as first, make_slots(home, 1, 2) as second:
+        earlier = Fence("run-0", 3)  # of this very start, or one before: not against it
+        write_fence(str(home / "rank-00000"), earlier)
+        keeper = start(started, Keeper(options(home, run, 0, 2)))
+        assert keeper.hash_and_maybe_persist(take(first, 10).index, 10, persist=True)
+        listen(Stored, keeper)
+        write_fence(str(home / "rank-00000"), Fence("run-2", 8))
+        (said,) = listen(Skipped, keeper)
+        assert "went on from step 8" in only(Skipped, said).why
+        events = persist_all(options(home, run, 1, 2, timeout_s=0.5), hashed(second, 10))
+        assert ends(events) == [(Failed, 10)]
+    assert ucformat.steps(str(run)) == []
 
 
 def test_a_new_trainers_keeper_waits_for_the_old_one(

@@ -10,7 +10,18 @@ import pytest
 
 import ucformat
 from tests.checkpoints import flip
-from tests.snapshot.keeping import PATIENCE_S, RUN, assert_persisted, ends, hashed, make_slots, only, options, persist_all
+from tests.snapshot.keeping import (
+    PATIENCE_S,
+    RUN,
+    assert_persisted,
+    ends,
+    hashed,
+    make_slots,
+    only,
+    options,
+    persist_all,
+    until,
+)
 from ucformat.errors import NotACheckpointError
 from ucformat.formats import native
 from ucformat.snapshot import parts, persist, persister
@@ -268,6 +279,108 @@ def test_what_has_not_begun_is_dropped_when_told_so(tmp_path: Path, gate: Path, 
     work.join(PATIENCE_S)
     assert ends(said) == [(Persisted, 7)]
     assert ucformat.steps(url) == [7]
+
+
+# -- other starts of the job ---------------------------------------------------------------------------------------------
+
+
+def waiting(tmp_path: Path, slots: SlotSet, said: list[Event], step: int) -> Persister:
+    """Rank 0 of two, which has stored its shard and looks for the other rank's part."""
+    work = Persister(options(tmp_path / "slots", tmp_path / "run", 0, 2), said.append)
+    held = hashed(slots, step)
+    work.submit(Order(step, held.index, persist=True), held)
+    work.start()
+    until(lambda: any(isinstance(event, Stored) for event in said))
+    return work
+
+
+def of_another_start(tmp_path: Path, step: int, *ranks: int) -> None:
+    """What ranks of the next start of the job hand in of the same step."""
+    for rank in ranks:
+        with make_slots(tmp_path / "next", rank, 2, run="run-2") as slots:
+            held = hashed(slots, step)
+            path, store = parts.shard_path(rank, "run-2"), open_store(str(tmp_path / f"run/step-{step:08d}"))
+            persist.copy_slot(held, store, path, lambda: None)
+            parts.put_part(store, "run-2", parts.make_part(held, path))
+
+
+def test_an_abandoned_version_is_not_committed_and_others_in_its_directory_stay(tmp_path: Path) -> None:
+    said: list[Event] = []
+    with make_slots(tmp_path / "slots", 0, 2) as slots, make_slots(tmp_path / "slots", 1, 2) as others:
+        work = waiting(tmp_path, slots, said, 10)
+        of_another_start(tmp_path, 10, 1)
+        work.abandon(8)
+        persist_all(options(tmp_path / "slots", tmp_path / "run", 1, 2, timeout_s=0.5), hashed(others, 10))  # all is there now
+        work.finish(drop=False)
+        work.join(PATIENCE_S)
+    assert "went on from step 8" in only(Skipped, said).why
+    of_another_start(tmp_path, 10, 0)
+    with make_slots(tmp_path / "next", 0, 2, run="run-2") as slots:
+        events = persist_all(options(tmp_path / "next", tmp_path / "run", 0, 2, run="run-2"), hashed(slots, 10))
+    assert ends(events) == [(Persisted, 10)]
+    assert_persisted(tmp_path / "run", 10)
+    assert parts.made_by(open_store(str(tmp_path / "run/step-00000010")), "run-2")
+
+
+def test_a_rank_that_abandons_a_version_takes_back_its_own_part_alone(tmp_path: Path) -> None:
+    said: list[Event] = []
+    with make_slots(tmp_path / "slots", 1, 2) as slots:
+        of_another_start(tmp_path, 10, 0, 1)
+        work = Persister(options(tmp_path / "slots", tmp_path / "run", 1, 2), said.append)
+        work.abandon(9)
+        held = hashed(slots, 10)
+        work.submit(Order(10, held.index, persist=True), held)
+        work.finish(drop=False)
+        work.run()
+    assert ends(said) == [(Skipped, 10)]
+    names = sorted(path.name for path in (tmp_path / "run/step-00000010").rglob("*") if path.is_file())
+    assert names == ["00000-run-2.safetensors", "00000.json", "00001-run-2.safetensors", "00001.json"]
+
+
+def test_what_is_not_newer_than_the_step_gone_on_from_is_not_abandoned(tmp_path: Path, slots: SlotSet) -> None:
+    said: list[Event] = []
+    work = Persister(options(tmp_path / "slots", tmp_path / "run"), said.append)
+    work.abandon(8)
+    work.abandon(9)  # another start, that went on from what is abandoned itself
+    for step in (8, 9):
+        held = hashed(slots, step)
+        work.submit(Order(step, held.index, persist=True), held)
+    work.finish(drop=False)
+    work.run()
+    assert ends(said) == [(Persisted, 8), (Skipped, 9)]
+    assert ucformat.steps(str(tmp_path / "run")) == [8]
+
+
+def test_a_committed_version_of_another_start_is_never_replaced(tmp_path: Path) -> None:
+    said: list[Event] = []
+    with make_slots(tmp_path / "slots", 0, 2) as slots, make_slots(tmp_path / "slots", 1, 2) as others:
+        work = waiting(tmp_path, slots, said, 10)
+        of_another_start(tmp_path, 10, 0, 1)
+        store = open_store(str(tmp_path / "run/step-00000010"))
+        parts.commit_parts(store, 10, [parts.read_part(store, "run-2", rank, 10) for rank in (0, 1)])
+        record = (tmp_path / "run/step-00000010/ucf.json").read_bytes()
+        events = persist_all(options(tmp_path / "slots", tmp_path / "run", 1, 2), hashed(others, 10))
+        path = parts.shard_path(1, RUN)
+        held = hashed(others, 10)
+        persist.copy_slot(held, store, path, lambda: None)
+        parts.put_part(store, RUN, parts.make_part(held, path))  # it was too late to see the commit
+        work.finish(drop=False)
+        work.join(PATIENCE_S)
+    assert ends(events) == [(Skipped, 10)]
+    assert "another start" in only(Skipped, said).why
+    assert (tmp_path / "run/step-00000010/ucf.json").read_bytes() == record
+    assert_persisted(tmp_path / "run", 10)
+
+
+def test_an_orphan_does_not_wait_for_ranks_that_are_gone_too(tmp_path: Path) -> None:
+    said: list[Event] = []
+    with make_slots(tmp_path / "slots", 0, 2) as slots:
+        work = waiting(tmp_path, slots, said, 10)  # its version has two minutes
+        work.finish(drop=True, within_s=0.0)
+        work.join(PATIENCE_S / 2)
+        assert not work.is_alive()
+    assert ends(said) == [(Failed, 10)]
+    assert ucformat.steps(str(tmp_path / "run")) == []
 
 
 def test_an_operation_that_does_not_come_back_is_noticed(

@@ -139,12 +139,41 @@ def test_the_version_that_all_ranks_have_is_kept_until_they_have_a_newer_one(hom
     with SlotSet.create(home, 0, 2, both[0]) as fast, SlotSet.create(home, 1, 2, both[1]) as slow:
         for rank, slots in enumerate((fast, slow)):
             take(slots, both[rank], 10)
-        take(fast, both[0], 11)
-        assert fast.begin(complete=10) is None  # the slow rank has not committed 11
+        take(fast, both[0], 11, settled=False)
+        assert fast.begin() is None  # the slow rank has not committed 11
         assert assert_is_step(opened(home)) == 10
-        take(slow, both[1], 11)
-        assert fast.begin(complete=11) is not None
+        take(slow, both[1], 11, settled=False)
+        assert fast.begin() is None  # nor is that known here
+        fast.settle(11, whole=True)
+        assert fast.begin() is not None
         assert assert_is_step(opened(home)) == 11
+
+
+def test_a_version_that_another_rank_lacks_gives_way_and_the_one_before_stays(home: Path) -> None:
+    both = [pieces(rank, 2) for rank in (0, 1)]
+    with SlotSet.create(home, 0, 2, both[0]) as taken, SlotSet.create(home, 1, 2, both[1]) as skipped:
+        for rank, slots in enumerate((taken, skipped)):
+            take(slots, both[rank], 10)
+        take(taken, both[0], 11, settled=False)
+        for slots in (taken, skipped):
+            slots.settle(11, whole=False)
+        slot = taken.begin()
+        assert slot is not None
+        assert taken.steps == skipped.steps == [10]
+        assert assert_is_step(opened(home)) == 10
+
+
+def test_versions_of_a_start_that_nobody_went_on_from_do_not_pass_for_newer(home: Path) -> None:
+    """The job was started from scratch in the same directory."""
+    owned = pieces()
+    with SlotSet.create(home, 0, 1, owned, count=3, run="old") as slots:
+        for step in (99, 100):
+            take(slots, owned, step)
+    with SlotSet.create(home, 0, 1, owned, count=3, run="new") as slots:
+        take(slots, owned, 1)
+        assert slots.begin() is not None
+        assert slots.versions == [(1, "new")]
+        assert assert_is_step(opened(home)) == 1
 
 
 # -- crashes -----------------------------------------------------------------------------------------------------------
@@ -279,15 +308,33 @@ def test_after_a_restart_a_version_that_only_one_rank_has_gives_way_first(home: 
         assert assert_is_step(opened(home)) == 10
 
 
-def test_abandoned_versions_are_forgotten(home: Path) -> None:
-    owned = pieces()
-    with SlotSet.create(home, 0, 1, owned, count=3) as slots:
-        for step in (4, 5, 6):
-            take(slots, owned, step)
-        assert slots.forget(newer_than=4) == [5, 6]
-        assert assert_is_step(opened(home)) == 4
-        take(slots, owned, 5)
-        assert slots.steps == [4, 5]
+def test_after_a_restart_the_version_that_ranks_of_other_hosts_hold_too_is_kept(tmp_path: Path) -> None:
+    homes, both = [tmp_path / "host0", tmp_path / "host1"], [pieces(rank, 2) for rank in (0, 1)]
+    for rank, steps in ((0, (10, 11)), (1, (9, 10))):
+        with SlotSet.create(homes[rank], rank, 2, both[rank], run="old") as slots:
+            for step in steps:
+                take(slots, both[rank], step)
+    with SlotSet.create(homes[0], 0, 2, both[0]) as first, SlotSet.create(homes[1], 1, 2, both[1]) as second:
+        adopted = [first.adopted, second.adopted]
+        for slots in (first, second):
+            slots.agree(adopted)
+            assert slots.begin() is not None
+            assert slots.versions == [(10, "old")]
+
+
+def test_a_rank_that_looks_as_before_in_a_larger_job_keeps_what_the_smaller_one_left(home: Path) -> None:
+    both = [pieces(rank, 2) for rank in (0, 1)]
+    for rank in (0, 1):
+        with SlotSet.create(home, rank, 2, both[rank], run="old") as slots:
+            for step in (4, 5):
+                take(slots, both[rank], step)
+    with SlotSet.create(home, 0, 3, both[0], run="new") as slots:
+        assert slots.adopted == []  # the others have none in common with it
+        slots.agree([slots.adopted, [], []])
+        take(slots, both[0], 6, settled=False)
+        assert slots.begin() is None  # nobody knows of step 6 yet, and step 5 is all that there is
+        assert slots.versions == [(5, "old"), (6, "new")]
+        assert assert_is_step(opened(home)) == 5
 
 
 def test_a_record_that_does_not_fit_its_file_is_ignored_with_a_remark(home: Path) -> None:

@@ -64,10 +64,10 @@ class SlotRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     block_bytes: Count
     """These four as in a shard's record."""
     header_digest: Digest
+    values: msgspec.Raw
+    """This rank's value tree."""
     table_digest: Digest | None = None
     """None: the table of checksums is not filled in yet."""
-    values: msgspec.Raw = msgspec.Raw(b"{}")
-    """This rank's value tree."""
     aliases: dict[str, str] = {}
     mesh: dict[str, int] = {}
     coords: dict[str, int] | None = None

@@ -33,7 +33,7 @@ class StepClock:
     opened: Callable[[int], None] = lambda position: None
     """Called when an action has ended, with the number of actions that have: the idle gap before that position begins."""
     closed: Callable[[], None] = lambda: None
-    """Called when an action begins."""
+    """Called before an action begins, which may have to wait until what it changes is copied."""
     running: bool = False
     """Whether a step was begun: actions before the first one do not count."""
     began: float = 0.0

@@ -1,7 +1,8 @@
 """Copying by plan on the host: one thread that copies in the windows it is given, and a rest for which training waits.
 
 The host's gate opens when an action has ended and closes when the next one begins; a chunk is only begun when it should end
-within its window. Chunks planned beside compute are paced. `finish` copies what is left, at once.
+within its window. Chunks planned beside compute are paced. An action waits for the pieces that it changes, and `finish` copies
+what is left, at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan
 from ucformat.snapshot.clock import Span, now
 from ucformat.storage import Bytes
 
+NEVER = 1 << 62  # a deadline that no action has
 POLL_S = 0.0005  # between two looks whether the place of a version is free: far shorter than any window worth filling
 
 
@@ -48,7 +50,7 @@ class Outcome:
     exposed: int = 0
     """Bytes copied while training waited."""
     exposed_s: float = 0.0
-    """Seconds from the deadline until all was copied."""
+    """Seconds from the deadline until all was copied, those of deadlines within the step included."""
     busy_s: float = 0.0
     """Seconds spent copying before the deadline."""
     refused: bool = False
@@ -58,6 +60,42 @@ class Outcome:
     failure: Exception | None = None
     spans: list[Span] = field(default_factory=list)
     """Every copy, for the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """What a plan says of when its chunks may be copied, by position in the list of actions."""
+
+    plan: CopyPlan
+    order: NDArray[np.int64]
+    """Chunks in the order in which they are copied: exposed ones last."""
+    windows: dict[int, int]
+    """Which window opens at a position."""
+    ready: NDArray[np.int64]
+    """By piece: how many actions must have ended."""
+    waits: bool
+    """Whether any must."""
+    deadline: NDArray[np.int64]
+    """By piece: before which action it must be copied, or NEVER."""
+    dues: tuple[int, ...]
+    """All deadlines, ascending."""
+
+    @classmethod
+    def of(cls, plan: CopyPlan) -> _Gates:
+        deadlines = [NEVER if piece.deadline is None else piece.deadline for piece in plan.pieces]
+        return cls(
+            plan,
+            np.argsort(plan.window == EXPOSED, kind="stable"),
+            {0 if window.after is None else window.after + 1: i for i, window in enumerate(plan.windows)},
+            np.array([piece.ready for piece in plan.pieces], dtype=np.int64),
+            any(piece.ready for piece in plan.pieces),
+            np.array(deadlines, dtype=np.int64),
+            tuple(sorted({*deadlines, NEVER})),
+        )
+
+    def next_due(self, position: int) -> int:
+        """The first deadline after `position`."""
+        return next(due for due in self.dues if due > position)
 
 
 class HostCopier:
@@ -76,7 +114,9 @@ class HostCopier:
         self._stopping = False
         self._record = record
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._by_position: dict[int, int] = {}
+        self._ended = 0
+        self._due = NEVER
+        self._gates: _Gates | None = None
         self._thread = threading.Thread(target=self._run, name="ucf-copy", daemon=True)
         self._thread.start()
 
@@ -84,50 +124,82 @@ class HostCopier:
         """Take on a version; the optimizer step that made it has ended."""
         with self._lock:
             self._work, self._next, self._outcome, self._out = work, 0, Outcome(), None
-            self._order = np.argsort(work.plan.window == EXPOSED, kind="stable")
-            self._by_position = {0 if window.after is None else window.after + 1: i for i, window in enumerate(work.plan.windows)}
+            gates = self._gates
+            if gates is None or gates.plan is not work.plan:
+                self._gates = gates = _Gates.of(work.plan)
+            self._order, self._due = gates.order, gates.next_due(-1)
             self._step_began = now()
-            self._window = None
+            self._window, self._ended = None, 0
             self._lock.notify()
 
     def opened(self, position: int) -> None:
         """`position` actions have ended, and the rank is idle now."""
-        work = self._work
-        if work is None:
+        self._ended = position
+        work, gates = self._work, self._gates
+        if work is None or gates is None:
             return
-        window = self._by_position.get(position)
+        window = gates.windows.get(position)
         with self._lock:
             self._window = window
             if window is not None:
                 self._until = now() + work.plan.windows[window].seconds
+            if window is not None or gates.waits:
                 self._lock.notify()
 
     def closed(self) -> None:
-        """The next action begins: nothing new is started. Does not wait for the chunk in hand."""
+        """The next action begins: nothing new is started. Waits only for pieces that the action changes by plan."""
         self._window = None
+        if self._ended >= self._due:
+            self._enforce(self._ended)
+
+    def _enforce(self, position: int) -> None:
+        """Copy what has its deadline at `position`, on this thread."""
+        began = now()
+        work, gates, outcome = self._withdraw(), self._gates, self._outcome
+        if work is None or gates is None:
+            return
+        left = self._order[self._next :]
+        due = gates.deadline[work.plan.piece[left]] <= position
+        self._order, self._due = np.concatenate([self._order[: self._next], left[due], left[~due]]), gates.next_due(position)
+        if due.any():
+            self._copy_here(work, outcome, self._next + int(due.sum()), began)
+        else:
+            outcome.exposed_s += now() - began
+        with self._lock:
+            if outcome.failure is None and not outcome.refused:
+                self._work = work
+                self._lock.notify()
 
     def finish(self) -> Outcome:
         """The deadline: copy what is left on this thread, and wait for the chunk in hand. What became of the version."""
         began = now()
+        work = self._withdraw()
+        if work is not None:
+            self._copy_here(work, self._outcome, len(work.plan), began)
+        return self._outcome
+
+    def _withdraw(self) -> Work | None:
+        """Take the version away from the copying thread, once its chunk in hand is copied."""
         with self._lock:
             work, self._work, self._window = self._work, None, None
             while self._copying:
                 self._lock.wait()
-            outcome = self._outcome
-        if work is None:
-            return outcome
+        return work
+
+    def _copy_here(self, work: Work, outcome: Outcome, stop: int, began: float) -> None:
+        """Copy the chunks up to number `stop` of the order while training waits, as it has since `began`."""
         before, busy = outcome.nbytes, outcome.busy_s
         try:
             outcome.refused = outcome.failure is None and not self._opened(work)
-            while outcome.failure is None and not outcome.refused and self._next < len(work.plan):
+            while outcome.failure is None and not outcome.refused and self._next < stop:
                 self._copy(work, self._take(), outcome)
-            if outcome.failure is None and not outcome.refused:
+            if outcome.failure is None and not outcome.refused and self._next >= len(work.plan):
                 self._settle(work, outcome)
         except Exception as error:
             outcome.failure = error
-        outcome.exposed, outcome.busy_s = outcome.nbytes - before, busy
-        outcome.exposed_s = now() - began
-        return outcome
+        outcome.exposed += outcome.nbytes - before
+        outcome.busy_s = busy
+        outcome.exposed_s += now() - began
 
     def stop(self) -> None:
         """End the thread; a version in hand is given up."""
@@ -181,14 +253,14 @@ class HostCopier:
 
     def _waiting(self) -> float | None:
         """Seconds to wait before the next chunk may start: 0 for now, None until told otherwise."""
-        work = self._work
-        if work is None or self._outcome.failure is not None or self._next >= len(work.plan):
+        work, gates = self._work, self._gates
+        if work is None or gates is None or self._outcome.failure is not None or self._next >= len(work.plan):
             return None
         chunk = int(self._order[self._next])
         kind = int(work.plan.window[chunk])
         seconds = float(work.plan.end[chunk] - work.plan.begin[chunk])
         time = now()
-        if kind == EXPOSED:
+        if kind == EXPOSED or gates.ready[work.plan.piece[chunk]] > self._ended:
             return None
         if kind == OVERLAP:
             due = self._step_began + float(work.plan.begin[chunk])

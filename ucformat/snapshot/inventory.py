@@ -51,6 +51,8 @@ class Inventory:
     """To be used again; the version that would be opened now comes last, before it the others, the oldest first."""
     earlier: tuple[Found, ...]
     """Versions of another layout."""
+    whole: bool
+    """One of the versions is complete in this directory: there is no need to ask ranks of other hosts."""
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -72,7 +74,7 @@ def take_stock(folder: str, layout: ShardLayout, count: int) -> Inventory:
     if whole is not None:
         others = [item for item in others if item.is_any(loadable)]
     fitting = sorted((item for item in found if item.fits), key=lambda item: (item.is_any(loadable), item.age))
-    stock = Inventory(folder, tuple(fitting[-count:]), tuple(others), remarks)
+    stock = Inventory(folder, tuple(fitting[-count:]), tuple(others), whole is not None, remarks)
     for item in found:
         if item.index not in stock.kept:
             drop(folder, item.index)

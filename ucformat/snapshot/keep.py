@@ -18,6 +18,7 @@ from types import FrameType
 from ucformat.errors import MissingFileError, SnapshotInUseError
 from ucformat.formats.snapshot import rank_name
 from ucformat.snapshot import persist
+from ucformat.snapshot.fence import read_fence
 from ucformat.snapshot.filelock import FileLock
 from ucformat.snapshot.orders import (
     COMMANDS,
@@ -38,6 +39,7 @@ from ucformat.snapshot.persister import Persister, told
 
 OOM_SCORE = 500  # of 1000: when memory is short the keeper goes, not the trainer
 TICK_S = 0.5  # between looks whether the trainer lives
+ORPHANED_S = 120.0  # for other ranks to hand in their parts when the job is dead: its successor's keepers wait for this one
 HUNG = 70  # exit status; a storage that hangs can only be left by leaving the process
 LOCK = "keeper.lock"
 
@@ -50,6 +52,8 @@ class Keeping:
         self._sending = threading.Lock()
         self._persister = Persister(self._options, self._emit)
         self._told_to_leave = False
+        self._folder = str(Path(self._options.directory, rank_name(self._options.rank)))
+        self._fence = read_fence(self._folder)  # of the start that this keeper serves, or of one before it
 
     def run(self) -> None:
         """Take orders until told to stop, or the trainer is gone."""
@@ -66,7 +70,7 @@ class Keeping:
                 if isinstance(command, Order):
                     self._obey(command)
             self._watch()
-        self._persister.finish(drop=not stopping)
+        self._persister.finish(drop=not stopping, within_s=None if stopping else ORPHANED_S)
         while self._persister.is_alive():
             self._persister.join(TICK_S)
             self._watch()
@@ -80,10 +84,9 @@ class Keeping:
 
     def _lock(self) -> bool:
         """Wait for the keeper of a former trainer to finish: two at work on one rank would write the same files."""
-        path = Path(self._options.directory, rank_name(self._options.rank), LOCK)
         while not self._orphaned():
             try:
-                self._held = FileLock.take(str(path))  # until this process ends, however it does
+                self._held = FileLock.take(f"{self._folder}/{LOCK}")  # until this process ends, however it does
             except SnapshotInUseError:
                 time.sleep(TICK_S)
             else:
@@ -112,6 +115,10 @@ class Keeping:
             self._persister.submit(order, slot)
 
     def _watch(self) -> None:
+        fence = read_fence(self._folder)
+        if fence is not None and fence != self._fence and fence.run != self._options.run:
+            self._fence = fence
+            self._persister.abandon(fence.step)
         doing = self._persister.hanging()
         if doing is not None:
             kind = Failed if doing.essential else Trouble

@@ -127,6 +127,10 @@ class Keeper:
         """Slots that it reads to persist: no other version may go into them. One that is only hashed may be given away."""
         return {taken.slot for taken in self._taken.values() if taken.slot is not None and taken.order.persist}
 
+    def persists(self) -> bool:
+        """Whether there are versions that it was given to persist and has not done with."""
+        return any(taken.order.persist for taken in self._taken.values())
+
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None

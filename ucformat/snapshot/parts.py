@@ -83,7 +83,11 @@ P = TypeVar("P", Part, Refusal)
 
 def shard_path(rank: int, run: str) -> str:
     """Where a rank's shard lies in the directory of the version."""
-    return f"{SHARDS}/{rank:05d}-{run}.safetensors"
+    return f"{SHARDS}/{rank:05d}{_suffix(run)}"
+
+
+def _suffix(run: str) -> str:
+    return f"-{run}.safetensors"
 
 
 def part_path(rank: int, run: str) -> str:
@@ -122,6 +126,27 @@ def put_part(store: Store, run: str, part: Part | Refusal) -> None:
     """Hand a part in. Raises StorageError."""
     path = part_path(part.rank, run) if isinstance(part, Part) else refusal_path(part.rank, run)
     store.put(path, seal(msgspec.json.encode(part)))
+
+
+def clear(store: Store, run: str, rank: int) -> None:
+    """Remove what one start of the job has in a version's directory, and what other starts have there not: for rank 0 what
+    all ranks have, for others what they have themselves. Raises StorageError.
+    """
+    if rank:
+        store.remove(shard_path(rank, run))
+        store.remove(part_path(rank, run))
+        return
+    for name in store.list(SHARDS):
+        if name.endswith(_suffix(run)):
+            store.remove(f"{SHARDS}/{name}")
+    store.remove(f"{PARTS}/{run}")
+    if not store.list(SHARDS) and not store.list(PARTS):
+        store.remove()
+
+
+def made_by(store: Store, run: str) -> bool:
+    """Whether a committed version is that of this start of the job. Raises what reading the commit record raises."""
+    return any(shard.file.endswith(_suffix(run)) for shard in native.read_record(store).shards)
 
 
 def read_part(store: Store, run: str, rank: int, step: int) -> Part:

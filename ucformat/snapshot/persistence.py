@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from ucformat.snapshot.keeper import Keeper
@@ -9,7 +10,8 @@ from ucformat.snapshot.orders import Event, Failed, Hashed, KeeperOptions, Persi
 from ucformat.snapshot.report import Report
 from ucformat.snapshot.slots import Slot, SlotSet
 
-STOP_S = 60.0  # that `close` waits for versions in hand
+STOP_S = 60.0  # that `close` waits for checksums, and for a keeper that has given a version up
+LOOK_S = 0.01  # between looks whether a busy keeper can take more
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,15 @@ class Persistence:
         )
         self._keeper.start()
 
-    def committed(self, slot: Slot, step: int) -> None:
-        """A version is complete here: hand it on when its step asks for it. Never waits."""
+    def committed(self, slot: Slot, step: int, patient_until: float = 0.0) -> None:
+        """A version is complete here: hand it on when its step asks for it. Waits for a busy keeper until a time (monotonic)."""
         persist = self._persist is not None and step % self._persist.every == 0
         if persist or (self._hash_every and step % self._hash_every == 0):
             taken = self._keeper.hash_and_maybe_persist(slot.index, step, persist)
+            while not taken and time.monotonic() < patient_until:
+                time.sleep(LOOK_S)
+                self.poll()
+                taken = self._keeper.hash_and_maybe_persist(slot.index, step, persist)
             if not taken and persist:
                 self._report.persist_failed += 1
                 self._report.failures.append(f"step {step}: not persisted: the keeper is busy with earlier versions")
@@ -76,7 +82,8 @@ class Persistence:
 
     def close(self) -> None:
         """Let the keeper finish what it has, and end."""
-        for event in self._keeper.stop(STOP_S):
+        persisting = self._persist is not None and self._keeper.persists()
+        for event in self._keeper.stop(self._persist.timeout_s + STOP_S if self._persist is not None and persisting else STOP_S):
             self._note(event)
         self._follow()
 

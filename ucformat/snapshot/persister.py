@@ -66,6 +66,10 @@ class Doing:
     """Whether the version depends on it."""
 
 
+class _AbandonedError(Exception):
+    """The job went on from an older step."""
+
+
 class _GoneError(Exception):
     """A version that this rank has stored is there no more, committed or not."""
 
@@ -81,16 +85,23 @@ class Persister(threading.Thread):
         self._settled: set[int] = set()
         self._more = True
         self._drop = False
+        self._abandoned: int | None = None
+        self._patience: float | None = None
         self._doing: Doing | None = None
 
     def submit(self, order: Order, slot: HeldSlot | None) -> None:
         """Persist a hashed slot, or only see to the commit when there is none."""
         self._queue.put((order, slot))
 
-    def finish(self, *, drop: bool) -> None:
-        """End once what was submitted is done; with `drop` only what has been begun."""
+    def finish(self, *, drop: bool, within_s: float | None = None) -> None:
+        """End once what was submitted is done; with `drop` only what has been begun. Other ranks are waited for that long."""
         self._drop = self._drop or drop
+        self._patience = None if within_s is None else time.monotonic() + within_s
         self._queue.put(None)
+
+    def abandon(self, step: int) -> None:
+        """The job was started again and went on from `step`: what is later must not appear in the storage."""
+        self._abandoned = step if self._abandoned is None else min(step, self._abandoned)
 
     def hanging(self) -> Doing | None:
         """An operation that has not come back although its version's time is over. Called by another thread."""
@@ -125,6 +136,10 @@ class Persister(threading.Thread):
         except _GoneError:
             del self._open[step]
             self._emit(Skipped(step, "gone when this rank looked: committed and pruned since, or given up by rank 0"))
+        except _AbandonedError as error:
+            self._open.pop(step, None)
+            self._emit(Skipped(step, f"abandoned: {error}"))
+            self._give_up(step, error, all_done=True)
         except Exception as error:
             version = self._open.pop(step, None)
             self._emit(Failed(step, told(error)))
@@ -153,11 +168,20 @@ class Persister(threading.Thread):
                 step,
                 "writing",
                 deadline,
-                lambda: persist.copy_slot(slot, store, path, lambda: _check_time(store, deadline, options)),
+                lambda: persist.copy_slot(slot, store, path, lambda: self._check(store, step, deadline)),
             )
             self._emit(Stored(step, slot.index, time.monotonic() - began, nbytes))
             self._persistently(step, "handing in", deadline, lambda: parts.put_part(store, options.run, part))
         self._open[step] = Open(step, began, deadline, nbytes, time.monotonic())
+
+    def _check(self, store: Store, step: int, deadline: float) -> None:
+        self._prove_wanted(step)
+        if time.monotonic() > deadline:
+            raise StorageError(store.url, f"not written within {self._options.timeout_s:g} s")
+
+    def _prove_wanted(self, step: int) -> None:
+        if self._abandoned is not None and step > self._abandoned:
+            raise _AbandonedError(f"the job was started again and went on from step {self._abandoned}")
 
     def _run(self) -> Store:
         assert self._options.persist_url is not None
@@ -193,6 +217,7 @@ class Persister(threading.Thread):
 
     def _look(self, version: Open) -> None:
         """See whether an open version can be committed, or has been."""
+        self._prove_wanted(version.step)
         store = self._version(version.step)
         try:
             with self._at(version.step, "looking for parts", version.deadline):
@@ -202,15 +227,16 @@ class Persister(threading.Thread):
             done = False
         if done:
             if self._options.rank == 0:
-                whole = [version.parts[rank] for rank in range(self._options.world)]
-                self._persistently(
-                    version.step, "committing", version.deadline, lambda: parts.commit_parts(store, version.step, whole)
-                )
+                self._persistently(version.step, "committing", version.deadline, lambda: self._commit(store, version))
             del self._open[version.step]
-            self._emit(Persisted(version.step, time.monotonic() - version.began, version.nbytes))
+            if self._persistently(version.step, "looking", version.deadline, lambda: parts.made_by(store, self._options.run)):
+                self._emit(Persisted(version.step, time.monotonic() - version.began, version.nbytes))
+            else:
+                self._emit(Skipped(version.step, f"{store.url} was committed by another start of the job"))
             self._make_room(store, version.step)
             return
-        if version.overtaken_by is not None or time.monotonic() > version.deadline:
+        out_of_time = time.monotonic() > min(version.deadline, self._patience or version.deadline)
+        if version.overtaken_by is not None or out_of_time:
             raise RankFailedError(f"persisting step {version.step}", self._late(version))
         version.look_at = min(time.monotonic() + version.pause, max(version.deadline, time.monotonic()) + LOOK_S)
         version.pause = min(version.pause * 1.5, LONGEST_LOOK_S)
@@ -226,6 +252,12 @@ class Persister(threading.Thread):
         with ThreadPoolExecutor(READERS) as pool:
             version.parts.update(zip(fresh, pool.map(lambda rank: parts.read_part(store, run, rank, step), fresh), strict=True))
         return len(version.parts) == len(world)
+
+    def _commit(self, store: Store, version: Open) -> None:
+        """Make the checkpoint, unless another start of the job has made one of this step: that one stays as it is."""
+        self._prove_wanted(version.step)
+        if not native.is_committed(store):
+            parts.commit_parts(store, version.step, [version.parts[rank] for rank in range(self._options.world)])
 
     def _is_committed(self, store: Store, version: Open) -> bool:
         """Whether rank 0 has committed. Raises RankFailedError when it gave up, _GoneError when there is nothing any more."""
@@ -279,14 +311,8 @@ class Persister(threading.Thread):
                 store = self._version(step)
                 if native.is_committed(store):
                     return
-                if rank == 0:
-                    store.remove()
+                parts.clear(store, self._options.run, rank)
                 if self._options.world > 1 and not (all_done or (rank and isinstance(error, RankFailedError))):
                     parts.put_part(store, self._options.run, Refusal(step, rank, told(error)))
         except Exception as other:
             self._emit(Trouble(step, f"clearing up: {told(other)}"))
-
-
-def _check_time(store: Store, deadline: float, options: KeeperOptions) -> None:
-    if time.monotonic() > deadline:
-        raise StorageError(store.url, f"not written within {options.timeout_s:g} s")

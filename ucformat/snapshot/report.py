@@ -60,6 +60,8 @@ class Report:
     """Steps that were committed to storage, as this rank knows."""
     persist_failed: int = 0
     keeper_restarts: int = 0
+    remarks: list[str] = field(default_factory=list)
+    """What is worth knowing of the slots: that they are not in memory, or not pinned for a device."""
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     """The last failures, in words."""
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
@@ -81,6 +83,7 @@ class Report:
             lines.append(f"per step: {_mib(median(s.nbytes for s in done))}, waited {_ms(s.waited_ms for s in done)} ({waits})")
         persisted = f"{len(self.persisted)} persisted, {self.persist_failed} failed"
         lines.append(f"keeper: {self.hashed} hashed, {persisted}, {self.keeper_restarts} restarts")
+        lines += [f"note: {text}" for text in self.remarks]
         lines += [f"failure: {text}" for text in list(self.failures)[-3:]]
         return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from ucformat.formats import native, snapshot
 from ucformat.formats.source import Source
 from ucformat.group import Group
 from ucformat.reshard.load import LoadOptions, load_catalog
+from ucformat.snapshot.fence import Fence, abandon
 from ucformat.storage import open_store
 
 
@@ -26,11 +27,20 @@ class Restored:
     """Why this source and this step, in words."""
 
 
-def restore(state: MutableMapping[str, Any], directory: str, persist_url: str | None, group: Group) -> Restored | None:
+def restore(state: MutableMapping[str, Any], directory: str, persist_url: str | None, run: str, group: Group) -> Restored | None:
     """Restore `state` in place from the newest version; None when there is none anywhere. Every rank of `group` calls it.
 
     Memory goes first where it holds a step as new as storage does. When reading it fails on any rank, storage serves.
+    What is newer in memory than the restored step is abandoned from then on: `run` names the start of the job that does so.
     """
+    restored = _restore(state, directory, persist_url, group)
+    if restored is not None:
+        with group.together(f"forgetting what came after step {restored.step}"):
+            abandon(directory, group.rank, group.size, Fence(run, restored.step))
+    return restored
+
+
+def _restore(state: MutableMapping[str, Any], directory: str, persist_url: str | None, group: Group) -> Restored | None:
     in_memory = group.all_gather(_steps_in_memory(directory))
     common = set.intersection(*map(set, in_memory))
     stored = group.broadcast(_steps_in_storage(persist_url) if group.rank == 0 else [])

@@ -175,6 +175,27 @@ def remove(path: str) -> None:
         pass
 
 
+def forget(folder: str, index: int, timeout_s: float = 5.0) -> None:
+    """Remove the record of a slot that nobody fills: it holds no version from now on. Raises StorageError."""
+    path = f"{folder}/{slot_name(index)}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        remove(f"{folder}/{record_name(index)}")
+        return
+    except OSError as error:
+        raise StorageError(path, error) from error
+    try:
+        with _locked(fd, timeout_s) as locked:
+            if not locked:  # a keeper that adds checksums would put the record back
+                raise StorageError(path, f"its lock was not to be had within {timeout_s:g} s")
+            remove(f"{folder}/{record_name(index)}")
+    except OSError as error:
+        raise StorageError(path, error) from error
+    finally:
+        os.close(fd)
+
+
 def drop(folder: str, index: int, timeout_s: float = 1.0) -> None:
     """Remove a slot that nobody maps: its record first, so that it is gone before its bytes are. Raises StorageError."""
     path = f"{folder}/{slot_name(index)}"

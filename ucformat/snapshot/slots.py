@@ -4,6 +4,7 @@
     slot = slots.begin()                          # its old version is gone now, the newest stays in another slot
     slot.tensor(i).copy_(live piece i)            # straight to its place in the file
     slots.commit(slot, step, values)
+    slots.settle(step, whole=True)                # all ranks have it: what is older may go
 
 All memory is taken by `create`. One version is in the making at a time; `begin` again gives up one that was not committed.
 Whenever the process dies, each slot holds one whole version or none: a record is there only while nothing writes.
@@ -33,6 +34,8 @@ from ucformat.snapshot.room import room
 from ucformat.snapshot.slotfile import SlotFile, adopt, drop, make, read_record, reserve, write_record
 from ucformat.storage import Bytes
 
+Version = tuple[int, str]
+"""Step, and the run that took it."""
 SPARE_BYTES = 4 << 20  # records, and the rest of each slot's last huge page
 _COUNTING_S = 60.0  # for all ranks of a host to count the room one after another; each takes milliseconds
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -46,6 +49,10 @@ class Slot:
         self.index, self.path, self.image = file.index, file.path, file.image
         self.step: int | None = None
         """Of the version that it holds; None while there is none, and while one is in the making."""
+        self.run = ""
+        """The start of the job that took that version."""
+        self.needed = False
+        """Its version is, or may become, the newest that all ranks hold."""
         self.file = file
         self.holds = 0
         self._tensors = [_place(file.image, int(at), *piece) for at, piece in zip(layout.starts(), pieces, strict=True)]
@@ -79,9 +86,14 @@ class SlotSet:
         self._lock = lock
         self._guard = threading.RLock()
         self._earlier: list[Found] = list(stock.earlier)
+        self._whole = stock.whole
+        records = [found.record for found in stock.adopted if found.record is not None]
+        self.adopted: list[Version] = [(record.step, record.run) for record in records if record.world == world]
+        """Versions that an earlier process of a job of as many ranks left in these slots."""
         self._ticks = count_from(1)
         self._age: dict[int, int] = {}
-        self._committed = self._retired = False
+        self._replaced: int | None = None
+        self._retired = False
         self._registered: list[Slot] = []
         self._header_digest = hex_digest(layout.header)
 
@@ -131,7 +143,9 @@ class SlotSet:
         slots.slots = tuple(sorted((Slot(file, layout, pieces) for file in files), key=lambda slot: slot.index))
         for found in stock.adopted:
             if found.record is not None:
-                slots._note(slots.slot(found.index), found.record.step)
+                slots._note(slots.slot(found.index), found.record.step, found.record.run)
+        if slots.newest is not None:
+            slots.newest.needed = True
         return slots
 
     # -- using ---------------------------------------------------------------------------------------------------------
@@ -147,34 +161,60 @@ class SlotSet:
     def newest(self) -> Slot | None:
         """The slot that was committed last; after a restart that of the newest version that all ranks hold, if that is known."""
         with self._guard:
-            valid = [slot for slot in self.slots if slot.step is not None]
-            return max(valid, key=lambda slot: self._age[slot.index], default=None)
+            return max(self._valid(), key=lambda slot: self._age[slot.index], default=None)
+
+    @property
+    def versions(self) -> list[Version]:
+        """Those in these slots, the one of `newest` last."""
+        with self._guard:
+            ordered = sorted(self._valid(), key=lambda slot: self._age[slot.index])
+            return [(slot.step, slot.run) for slot in ordered if slot.step is not None]
 
     @property
     def steps(self) -> list[int]:
         """Steps of the versions in these slots, the one of `newest` last."""
-        with self._guard:
-            valid = [slot for slot in self.slots if slot.step is not None]
-            return [slot.step for slot in sorted(valid, key=lambda slot: self._age[slot.index]) if slot.step is not None]
+        return [step for step, _ in self.versions]
 
-    def begin(self, complete: int | None = None) -> Slot | None:
-        """A slot to fill, without a version from now on; None when each is the newest, held, or of step `complete`.
+    def begin(self) -> Slot | None:
+        """A slot to fill, without a version from now on; None when each is held, or needed as `settle` tells.
 
-        `complete` is the newest step that all ranks are known to hold: ranks commit one after another, so a rank's newest version
-        may be useless without its peers', and the one before is then what a crash falls back to. None relies on the
-        newest alone, which is right for a single rank. What an earlier layout left is removed when this layout has
-        step `complete`, or with None when it has any new version. Raises StorageError.
+        What an earlier layout left is removed when a version of this one has replaced it. Raises StorageError.
         """
         with self._guard:
-            self._retire(complete)
-            newest = self.newest
-            free = [slot for slot in self.slots if slot is not newest and not slot.held]
-            free = [slot for slot in free if slot.step is None or slot.step != complete]
+            self._retire()
+            free = [slot for slot in self.slots if not slot.held and not slot.needed]
             for slot in sorted(free, key=lambda slot: (slot.step is not None, self._age.get(slot.index, 0))):
                 if slot.file.clear(self.layout.table_start):
                     slot.step = None
                     return slot
             return None
+
+    def settle(self, step: int, *, whole: bool) -> None:
+        """Learn what became of a version: all ranks hold it, so the ones before it may go; or not all do, so it may go itself.
+
+        Until it is settled, a version stays: ranks commit one after another, and the version before is what a crash falls back
+        to as long as a single rank lacks this one. A rank that is alone need not call it.
+        """
+        with self._guard:
+            settled = next((slot for slot in self._valid() if (slot.step, slot.run) == (step, self.run)), None)
+            if settled is None:
+                return  # this rank has no such version, or it was superseded meanwhile
+            if not whole:
+                settled.needed = False
+                return
+            self._replaced = step
+            for slot in self._valid():
+                slot.needed = slot.needed and self._age[slot.index] >= self._age[settled.index]
+
+    def agree(self, adopted: Sequence[Sequence[Version]]) -> None:
+        """After `create`, before the first `begin`: rely on the newest version that all ranks hold, of those that each `adopted`.
+
+        Where a version is complete in this very directory, that one is relied on: an earlier job may have had other ranks.
+        """
+        common = set.intersection(*map(set, adopted))
+        with self._guard:
+            for slot in self._valid() if common and not self._whole else ():
+                slot.needed = (slot.step, slot.run) == max(common)
 
     def commit(
         self,
@@ -187,7 +227,8 @@ class SlotSet:
     ) -> SlotRecord:
         """Declare that all pieces in a begun slot are those of `step`. `values` is this rank's tree as `values.encode` gives it.
 
-        On return a crash keeps this version. Raises StorageError; the slot then has no version.
+        On return a crash keeps this version, and it is needed until it is settled. Raises StorageError; then there is no
+        version in the slot.
         """
         if step < 0 or slot not in self.slots or slot.step is not None:
             raise ValueError(f"slot {slot.index} was not begun, or step {step} is no step")
@@ -212,33 +253,15 @@ class SlotSet:
         )
         with self._guard:
             write_record(slot.file.record_path, record)
-            self._note(slot, step)
-            self._committed = True
+            self._note(slot, step, self.run)
+            slot.needed = True
+            if self.world == 1:
+                self.settle(step, whole=True)
         return record
 
     def record(self, slot: Slot) -> SlotRecord | None:
         """The record of a slot as it stands now: hashed, once the keeper has done so."""
         return read_record(slot.file.record_path)
-
-    def forget(self, newer_than: int) -> list[int]:
-        """Remove versions of later steps, those of an earlier layout too; their steps.
-
-        Every rank calls this after restoring an older version, so that what was computed afterwards and abandoned is
-        not taken for the newest, nor mixed with the same steps taken again.
-        """
-        gone: list[int] = []
-        with self._guard:
-            for slot in self.slots:
-                if slot.step is not None and slot.step > newer_than:
-                    if not slot.file.clear(self.layout.table_start, _CLEARING_S):
-                        raise StorageError(slot.path, "another process keeps its lock")
-                    gone.append(slot.step)
-                    slot.step = None
-            for found in [item for item in self._earlier if item.step > newer_than]:
-                drop(self.folder, found.index)
-                gone.append(found.step)
-                self._earlier.remove(found)
-        return sorted(gone)
 
     def hold(self, slot: Slot) -> None:
         """Keep a slot from being begun until as many calls of `release`."""
@@ -283,8 +306,11 @@ class SlotSet:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _note(self, slot: Slot, step: int) -> None:
-        slot.step = step
+    def _valid(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.step is not None]
+
+    def _note(self, slot: Slot, step: int, run: str) -> None:
+        slot.step, slot.run = step, run
         self._age[slot.index] = next(self._ticks)
 
     def _unpin(self) -> None:
@@ -292,15 +318,17 @@ class SlotSet:
             torch.cuda.cudart().cudaHostUnregister(slot.image.ctypes.data)
         self._registered = []
 
-    def _retire(self, complete: int | None) -> None:
-        """Once: remove what an earlier layout or a larger world left, when it has been replaced."""
-        replaced = self._committed if complete is None else any(slot.step == complete for slot in self.slots)
-        if self._retired or not replaced:
+    def _retire(self) -> None:
+        """Once: remove what an earlier layout, a larger world or another start left, when it has been replaced."""
+        if self._retired or self._replaced is None:
             return
         self._retired = True
         for found in self._earlier:
             drop(self.folder, found.index)
         self._earlier = []
+        for slot in self._valid():  # of a start that nobody went on from: they must not pass for newer
+            if slot.run != self.run and not slot.held and (slot.step or 0) >= self._replaced:
+                slot.step = None if slot.file.clear(self.layout.table_start) else slot.step
         if self.rank == 0:
             _remove_ranks_from(self.world, self.directory)
 

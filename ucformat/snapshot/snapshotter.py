@@ -11,63 +11,42 @@ wrong here reaches the training loop, unless `on_error="raise"`: it is skipped, 
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.group import Group, current
-from ucformat.image import Part
-from ucformat.reshard.fill import TensorFill
-from ucformat.snapshot import bubbles, hooks
-from ucformat.snapshot.bubbles import CopyPlan, Mode, Rates
+from ucformat.snapshot import hooks
+from ucformat.snapshot.bubbles import Mode
 from ucformat.snapshot.clock import Span, StepClock, now
-from ucformat.snapshot.copier import HostCopier, Outcome, Work
-from ucformat.snapshot.drift import Drift
-from ucformat.snapshot.layout import Strategy, derive
+from ucformat.snapshot.copier import POLL_S, HostCopier, Outcome
+from ucformat.snapshot.device import DeviceCopier, copier_for, known
+from ucformat.snapshot.flight import LateOutcome
+from ucformat.snapshot.layout import derive
 from ucformat.snapshot.peers import Peers
 from ucformat.snapshot.persistence import Persist, Persistence
-from ucformat.snapshot.replay import Times, Track, replay
+from ucformat.snapshot.planning import Planner
+from ucformat.snapshot.replay import Track
 from ucformat.snapshot.report import Report, StepReport
 from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.slots import Slot, SlotSet
-from ucformat.snapshot.sources import Boundary, Share, agree, look
+from ucformat.snapshot.sources import Share, agree
+from ucformat.snapshot.taking import Taking
 from ucformat.snapshot.trace import Trace, gaps
+from ucformat.snapshot.watch import Watch
 from ucformat.storage import Bytes
 
-WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
-RATE_DRIFT = 0.25  # of the planned copy rate: more asks for a new plan
-WAITING_DRIFT = 0.15  # the same while training waits, of which the prediction is made
-RATE_BYTES = 16 << 20  # in less time than these take, the clock and the scheduler measure themselves
-GATE_DRIFT = 0.2  # of all idle time: so much more or less of waiting for a slot asks for a new plan
-OPENING_S = 0.0002  # from the opening of a window to the first byte: a thread has to wake up
+CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
 OnError = Literal["skip", "raise"]
-
-
-@dataclass(slots=True)
-class _Taking:
-    """A version that is being copied."""
-
-    report: StepReport
-    boundary: Boundary
-    chosen: list[int]
-    """Pieces that the plan copies, in its order."""
-    began: float
-    """When the step began, on the monotonic clock."""
-    slot: Slot | None = None
-    """Where it goes; None until a slot is free."""
-    gate: float = 0.0
-    """Seconds into the step until there was a slot."""
-    staged: dict[int, Bytes] = field(default_factory=dict)
-    """What had to be copied at the boundary and has no place yet."""
 
 
 class Snapshotter:
@@ -99,7 +78,7 @@ class Snapshotter:
     ) -> None:
         if slots < 2 or every < 1:
             raise ValueError("an engine needs two slots at least, and takes every first step or fewer")
-        self.state, self.directory, self.mesh, self.mode = state, directory, mesh, mode
+        self.state, self.directory, self.mesh = state, directory, mesh
         self.schedule: object | None = schedule
         self.every, self.on_error, self.slot_count = every, on_error, slots
         self.group: Group = current(process_group)
@@ -108,26 +87,22 @@ class Snapshotter:
         self.clock = StepClock(self._opened, self._closed)
         self.trace_log = Trace(self.group.rank)
         self._report = Report()
-        self._copier: HostCopier | None = None
+        self._copier: HostCopier | DeviceCopier | None = None
         self._slots: SlotSet | None = None
         self._share: Share | None = None
-        self._strategy: Strategy | None = None
-        self._taking: _Taking | None = None
-        self._drift: Drift | None = None
-        self._tracks: list[tuple[tuple[str, ...], Track]] = []
-        self._rates = Rates(alone=4e9, beside=2e9)  # a guess, until the first copies tell
-        self._current: tuple[tuple[bool, ...], CopyPlan] | None = None
+        self._watch: Watch | None = None
+        self._taking: Taking | None = None
+        self._late: deque[tuple[Taking, Outcome]] = deque()
+        """Versions past their deadline of which is not known yet what became of them, or not counted."""
+        self._planner = Planner(mode, self.group, self._report)
         self._peers: Peers | None = None
         self._places: dict[int, list[Bytes]] = {}
-        self._newest: int | None = None
-        self._alone: float | None = None  # bytes per second, measured
-        self._waiting: float | None = None
-        self._gate = self._typical_gate = 0.0
+        self._run, self._last = "", -1
+        self._patient_until = 0.0  # on the monotonic clock: until then, a version waits for a slot
         self.on_copied: Callable[[int, int, int], None] | None = None
         """Called after every chunk with step, bytes copied so far and bytes in all, by the thread that copies."""
         self._persist, self._hash_every = persist, hash_every
         self._persistence: Persistence | None = None
-        self._restored: Restored | None = None
         self._hooks = hooks.before_update(hooks.optimizers(state), self.deadline)
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
@@ -149,8 +124,9 @@ class Snapshotter:
         report = StepReport(step)
         self.trace_log.begin()
         try:
-            self._begin(report, began)
+            self._begin(report)
         except Exception as error:
+            self._lost(step)
             self._fail(report, error)
         finally:
             report.boundary_ms = (now() - began) * 1e3
@@ -159,35 +135,46 @@ class Snapshotter:
             self.clock.begin()
 
     def deadline(self) -> None:
-        """Wait for what is left of the copies: the state is about to change. The optimizers' hooks call it."""
+        """The state is about to change: the optimizers' hooks call it. Waits for what is left of the copies.
+
+        Of copies from a device it does not wait itself: it makes the device's stream wait.
+        """
+        self._collect(wait=self.clock.running and self._planner.due)
         if not self.clock.running:
             return
-        track = self._end_step()
-        taking, self._taking = self._taking, None
+        track, taking = self._end_step(), self._taking
+        self._taking = None
         if taking is None:
             return
         assert self._copier is not None
+        taking.names = tuple(span.name for span in self.clock.spans)
         began = now()
         outcome = self._copier.finish()
-        try:
-            self._commit(taking, outcome)
-        except Exception as error:
-            self._fail(taking.report, error)
-        taking.report.exposed_ms = (now() - began) * 1e3
         taking.report.step_ms = track.seconds * 1e3
-        self.trace_log.add("copy", outcome.spans)
-        self.trace_log.add("wait", [Span("deadline", began, now())])
+        self._late.append((taking, outcome))
+        try:
+            if not isinstance(outcome, LateOutcome) and (outcome.refused or outcome.failure is not None):
+                self._lost(taking.report.step)
+            self._collect()
+        finally:
+            if not isinstance(outcome, LateOutcome):
+                taking.report.exposed_ms = (now() - began) * 1e3
+                self.trace_log.add("wait", [Span("deadline", began, now())])
+
+    def wait(self) -> None:
+        """Wait until it is known of every version past its deadline what became of it: for a device, that comes later."""
+        self._collect(wait=True)
 
     def restore(self) -> Restored | None:
         """Restore the state in place from the newest version, in memory or storage; None when there is none.
 
-        Every rank calls it, before the first `take`. What was taken after that version and is abandoned will be forgotten.
-        Raises what loading raises, when no source can be used.
+        Every rank calls it, before the first `take`. What was taken after that version is abandoned, and forgotten here.
+        Raises what loading raises, when no source can be used; SnapshotInUseError while another job fills the slots.
         """
         if self._share is not None:
             raise RuntimeError("restore before the first snapshot is taken: slots are in use")
-        self._restored = restore(self.state, self.directory, self._persist.url if self._persist else None, self.group)
-        return self._restored
+        self._run = self.group.broadcast(uuid.uuid4().hex)
+        return restore(self.state, self.directory, self._persist.url if self._persist else None, self._run, self.group)
 
     def report(self) -> Report:
         """What happened so far."""
@@ -198,116 +185,147 @@ class Snapshotter:
         self.trace_log.write(path)
 
     def close(self, *, remove: bool = False) -> None:
-        """Finish the version in hand and let go; slots stay (they are what a restart loads) unless `remove`."""
-        self.deadline()
-        for handle in self._hooks:
-            handle.remove()
-        if self._copier is not None:
-            self._copier.stop()
-        if self._persistence is not None:
-            self._persistence.close()
-        if self._slots is not None:
-            self._slots.close(remove=remove)
+        """Finish the version in hand and let go; slots stay (they are what a restart loads) unless `remove`.
+
+        Waits until the version in hand has a slot, for the other ranks and the keeper, but no longer than a minute; and
+        until the keeper has persisted what it was given, for which `Persist.timeout_s` is the limit.
+        """
+        self._patient_until = now() + CLOSE_S
+        try:
+            self.deadline()
+            self.wait()
+        finally:
+            for handle in self._hooks:
+                handle.remove()
+            if self._copier is not None:
+                self._copier.stop()
+            if self._persistence is not None:
+                self._persistence.close()
+            if self._peers is not None:
+                self._peers.close()
+            if self._slots is not None:
+                self._slots.close(remove=remove)
 
     # -- a snapshot ----------------------------------------------------------------------------------------------
 
-    def _begin(self, report: StepReport, began: float) -> None:
+    def _begin(self, report: StepReport) -> None:
         if self._share is None:
             self._set_up()
-        share, slots, copier = self._share, self._slots, self._copier
+        share, slots = self._share, self._slots
         assert share is not None
         assert slots is not None
-        assert copier is not None
         if report.step % self.every:
             report.skipped = f"every {self.every} steps"
             return
+        if report.step <= self._last:
+            raise ValueError(f"step {report.step} after step {self._last}: steps ascend; to go back, make a new Snapshotter")
+        self._last = report.step
         if self._persistence is not None:
             self._persistence.poll()
-        boundary = look(self.state, share, self.group)
-        taking = _Taking(report, boundary, np.flatnonzero(boundary.stable).tolist(), now())
-        self._open(taking)
-        self._copy_at_boundary(taking, fill := TensorFill(boundary.views, [spec.kind for spec, _ in share.keys[: share.pieces]]))
-        plan = self._plan(share, boundary)
+        assert self._watch is not None
+        boundary = self._watch.look(self.state)
+        if self._copier is None:
+            self._copier = copier_for(boundary.views)
+            if isinstance(self._copier, DeviceCopier):
+                slots.pin()
+        kinds = [spec.kind for spec, _ in share.keys[: share.pieces]]
+        taking = Taking(report, boundary, kinds, self._places, self._free_slot, self._copier)
+        try:
+            taking.begin()
+            plan = self._planner.plan(taking.sizes)
+        except Exception:
+            self._let_go(taking)
+            raise
         report.mode, report.predicted_ms, report.window_use = plan.taken, plan.exposed * 1e3, plan.window_use
         report.nbytes = share.nbytes
         self._taking = taking
-        copier.begin(
-            Work(
-                plan,
-                _renumber(fill, taking.chosen),
-                partial(self._open, taking),
-                partial(self._store, taking),
-                self._teller(taking),
-            )
-        )
+        taking.copy(plan, partial(self._store, taking), partial(self._ended, taking), self._teller(taking))
 
-    def _teller(self, taking: _Taking) -> Callable[[int], None] | None:
+    def _teller(self, taking: Taking) -> Callable[[int], None] | None:
         """What tells `on_copied` of a version's progress."""
         tell, step = self.on_copied, taking.report.step
         if tell is None:
             return None
-        total = sum(len(self._places[min(self._places)][i]) for i in taking.chosen)
+        total = sum(taking.sizes)
         return lambda copied: tell(step, copied, total)
 
-    def _open(self, taking: _Taking) -> list[Bytes] | None:
-        """The places of the pieces that are copied by plan, once there is a slot. Any thread."""
-        assert self._slots is not None
-        if taking.slot is None:
-            taking.slot = self._slots.begin(self._complete(taking.report.step))
-            taking.gate = now() - taking.began
-        if taking.slot is None:
-            return None
-        out = self._places[taking.slot.index]
-        for i, data in taking.staged.items():
-            out[i][:] = data
-        taking.staged = {}
-        return [out[i] for i in taking.chosen]
-
-    def _copy_at_boundary(self, taking: _Taking, fill: TensorFill) -> None:
-        """Copy what may change before the next optimizer step, aside as long as there is no slot."""
-        for i, stable in enumerate(taking.boundary.stable):
-            if stable:
-                continue
-            length = len(self._places[min(self._places)][i])
-            if taking.slot is None:
-                taking.staged[i] = np.empty(length, dtype=np.uint8)
-            place = taking.staged[i] if taking.slot is None else self._places[taking.slot.index][i]
-            fill([Part(i, 0, length, place)])
-
-    def _store(self, taking: _Taking) -> None:
+    def _store(self, taking: Taking) -> None:
         """All is in place: the version is valid from now on. Any thread."""
         share, slots = self._share, self._slots
         assert share is not None
         assert slots is not None
         assert taking.slot is not None
         slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
-        self._newest = taking.report.step
+        self._tell(taking.report.step, held=True)
 
-    def _commit(self, taking: _Taking, outcome: Outcome) -> None:
+    def _ended(self, taking: Taking, outcome: LateOutcome) -> None:
+        """A device has copied a version, or never will. Another thread."""
+        if outcome.quiet:
+            self._let_go(taking)
+        if not outcome.finished:
+            self._tell(taking.report.step, held=False)
+
+    def _let_go(self, taking: Taking) -> None:
+        """Nothing is copied into a version's slot any more."""
+        if taking.slot is not None and isinstance(self._copier, DeviceCopier):
+            assert self._slots is not None
+            self._slots.release(taking.slot)
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Count the versions of which is known what became of them; `wait` for all."""
+        while self._late and known(self._late[0][1], wait=wait):
+            taking, outcome = self._late.popleft()
+            if isinstance(outcome, LateOutcome):
+                self._measured(taking, outcome)
+            self.trace_log.add("copy", outcome.spans)
+            try:
+                self._commit(taking, outcome)
+            except Exception as error:
+                self._fail(taking.report, error)
+
+    def _commit(self, taking: Taking, outcome: Outcome) -> None:
         report = taking.report
         report.windowed, report.beside, report.exposed = outcome.windowed, outcome.beside, outcome.exposed
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.refused:
             report.skipped = "no free slot: others are read, or still needed until all ranks have the next version"
+            if self._peers is not None and self._peers.trouble:
+                report.skipped += f" ({self._peers.trouble})"
             self._report.skipped += 1
             return
         self._report.taken += 1
-        self._learn(outcome, taking.gate)
+        # a device that is behind the host does not see when the host found a slot
+        self._planner.learn(outcome, 0.0 if isinstance(outcome, LateOutcome) else taking.gate)
         if self._persistence is not None and taking.slot is not None:
-            self._persistence.committed(taking.slot, report.step)
+            self._persistence.committed(taking.slot, report.step, self._patient_until)
 
-    def _complete(self, step: int) -> int | None:
-        """The newest step that all ranks are known to hold, see `SlotSet.begin`."""
-        if self.group.size == 1 or self._newest is None:
-            return None
-        assert self._peers is not None
+    def _free_slot(self) -> Slot | None:
+        """A slot to fill, as soon as there is one; `close` waits for it."""
         assert self._slots is not None
-        if self._peers.all_here():
-            return self._peers.complete()
-        # Ranks on other hosts can't be seen. They have passed the optimizer step before this one, since this step's
-        # collectives ran, so they hold what is older than that: two slots then skip every other step.
-        return max((held for held in self._slots.steps if held < step - 1), default=None)
+        assert self._peers is not None
+        while True:
+            for fate in self._peers.hear():
+                self._slots.settle(fate.step, whole=fate.whole)
+            slot = self._slots.begin()
+            if slot is not None and isinstance(self._copier, DeviceCopier):
+                self._slots.hold(slot)  # until the device is done with it, which may be after the next version was begun
+            if slot is not None or now() >= self._patient_until:
+                return slot
+            if self._persistence is not None:
+                self._persistence.poll()
+            time.sleep(POLL_S)
+
+    def _tell(self, step: int, *, held: bool) -> None:
+        """Every rank tells the others what became of each version."""
+        if self._peers is not None:
+            self._peers.tell(step, held=held)
+
+    def _lost(self, step: int) -> None:
+        """Tell that this rank will never hold a version, after what is told of earlier ones."""
+        for _, outcome in self._late:
+            known(outcome, wait=True)
+        self._tell(step, held=False)
 
     def _fail(self, report: StepReport, error: Exception) -> None:
         report.skipped = f"{type(error).__name__}: {error}"
@@ -319,106 +337,49 @@ class Snapshotter:
     def _set_up(self) -> None:
         """Agree on the shares and make the slots; every rank does it at its first snapshot."""
         share = agree(self.state, self.group)
-        run = self.group.broadcast(uuid.uuid4().hex)
+        run = self._run = self._run or self.group.broadcast(uuid.uuid4().hex)
         slots: SlotSet | None = None
         with self.group.together("making room for snapshots"):
-            self._strategy = derive(self.mesh, self.schedule)
+            self._planner.strategy = derive(self.mesh, self.schedule)
             slots = SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
         assert slots is not None
-        slots.pin()
-        if self._restored is not None:
-            slots.forget(self._restored.step)
+        slots.agree(self.group.all_gather(slots.adopted))
         if self._persist is not None or self._hash_every:
             self._persistence = Persistence(slots, self._report, run, self._persist, hash_every=self._hash_every)
         self._places = {
             slot.index: [slot.tensor(i).reshape(-1).view(torch.uint8).numpy() for i in range(share.pieces)]
             for slot in slots.slots
         }
-        self._peers = Peers(self.directory, self.group.size, max(self._places) + 1)
-        self._slots, self._share, self._copier = slots, share, HostCopier()
-        self._report.strategy, self._report.slots = str(self._strategy), self.slot_count
-        self._report.slot_bytes = share.nbytes
+        self._peers = Peers(self.group)
+        self._slots, self._share, self._watch = slots, share, Watch(share, self.group)
+        self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
+        self._report.slot_bytes, self._report.remarks = share.nbytes, slots.remarks
 
-    # -- planning ------------------------------------------------------------------------------------------------
-
-    def _plan(self, share: Share, boundary: Boundary) -> CopyPlan:
-        """The plan in force, for the pieces that are copied within the step. Made anew only when something changed."""
-        if self._current is not None and self._current[0] == boundary.stable:
-            return self._current[1]
-        pieces = [
-            bubbles.Piece(box.volume * spec.kind.itemsize)
-            for (spec, box), stable in zip(share.keys[: share.pieces], boundary.stable, strict=True)
-            if stable
-        ]
-        if self._drift is None:
-            return bubbles.plan(Track.whole(self._typical_seconds()), pieces, self._rates, "overlap")
-        plan = bubbles.plan(_after(self._drift.planned, self._gate), pieces, self._rates, self.mode)
-        self._current = boundary.stable, plan
-        self._report.plan = f"{plan.taken}: {plan.reason}"
-        return plan
-
-    def _typical_seconds(self) -> float:
-        return self._tracks[-1][1].seconds if self._tracks else 0.1
+    # -- the step ------------------------------------------------------------------------------------------------
 
     def _end_step(self) -> Track:
-        """Close the step's record, and make or renew the plan when it is time."""
+        """Close the step's record. What the host saw of it counts unless a device tells later."""
         track = self.clock.end()
-        names = tuple(span.name for span in self.clock.spans)
-        self.trace_log.add("compute", self.clock.spans)
-        self.trace_log.add("idle", gaps(self.clock.spans, self.clock.began, self.clock.began + track.seconds))
-        if self._drift is None:
-            self._tracks.append((names, track))
-            if len(self._tracks) > WARM_UP:
-                self._first_plan()
-        elif len(track.start) == len(self._drift.planned.start) and self._drift.observe(track):
-            self._drift.rebase(self._drift.typical())
-            self._replan()
+        if not isinstance(self._copier, DeviceCopier):
+            self._note(self.clock.spans, self.clock.began, track)
+        self._planner.ended()
         return track
 
-    def _first_plan(self) -> None:
-        """Windows from the schedule replayed with all ranks' measured times, or as this rank measured them itself."""
-        names, last = self._tracks[-1]
-        like = [track for found, track in self._tracks[1:] if found == names]
-        drift = Drift(last, steps=len(like))
-        for track in like:
-            drift.observe(track)
-        self._drift = Drift(self._replayed(names, like) or drift.typical())
+    def _measured(self, taking: Taking, outcome: LateOutcome) -> None:
+        """A step as the device ran it."""
+        track, report = outcome.track, taking.report
+        if track is None:
+            return
+        starts, stops = (outcome.began + track.start).tolist(), (outcome.began + track.stop).tolist()
+        self._note([Span(*span) for span in zip(taking.names, starts, stops, strict=False)], outcome.began, track)
+        report.exposed_ms, report.step_ms = outcome.exposed_s * 1e3, track.seconds * 1e3
+        due = outcome.began + track.seconds
+        self.trace_log.add("wait", [Span("deadline", due, due + outcome.exposed_s)])
 
-    def _replayed(self, names: tuple[str, ...], tracks: list[Track]) -> Track | None:
-        """The rank's step as the schedule says; None when the loop does not run the schedule as it is written."""
-        strategy = self._strategy
-        own: Times | None = None
-        if strategy is not None and strategy.schedule is not None:
-            actions = strategy.schedule.ranks[strategy.rank]
-            if tuple(map(str, actions)) == names:
-                own = Times.measured(strategy.schedule, strategy.rank, np.stack([t.stop - t.start for t in tracks]))
-        known = self.group.all_gather(own)
-        if strategy is None or strategy.schedule is None or any(times is None for times in known):
-            return None
-        united = Times.united(times for times in known if times is not None)
-        return _as_run(replay(strategy.schedule, united).tracks[strategy.rank], tracks)
-
-    def _learn(self, outcome: Outcome, gate: float) -> None:
-        """What was just measured of rates, and of waiting for a slot, smoothed; a plan that is off is made anew."""
-        self._typical_gate += 0.2 * (gate - self._typical_gate)
-        if self._drift is not None and abs(self._typical_gate - self._gate) > GATE_DRIFT * self._drift.planned.idle:
-            self._gate = self._typical_gate
-            self._replan()
-        self._alone = _smoothed(self._alone, outcome.nbytes - outcome.exposed, outcome.busy_s)
-        self._waiting = _smoothed(self._waiting, outcome.exposed, outcome.exposed_s)
-        alone = self._alone or self._waiting or self._rates.alone
-        waiting = self._waiting or alone
-        known = self._rates.waiting or self._rates.alone
-        if abs(alone / self._rates.alone - 1) > RATE_DRIFT or abs(waiting / known - 1) > WAITING_DRIFT:
-            self._rates = Rates(alone=alone, beside=alone / 2, opening=OPENING_S, waiting=waiting)
-            self._replan()
-
-    def _replan(self) -> None:
-        if self._current is not None:
-            self._current = None
-            self._report.replans += 1
-
-    # -- the gate ------------------------------------------------------------------------------------------------
+    def _note(self, spans: list[Span], began: float, track: Track) -> None:
+        self.trace_log.add("compute", spans)
+        self.trace_log.add("idle", gaps(spans, began, began + track.seconds))
+        self._planner.measured(tuple(span.name for span in spans), track)
 
     def _opened(self, position: int) -> None:
         if self._copier is not None:
@@ -427,37 +388,3 @@ class Snapshotter:
     def _closed(self) -> None:
         if self._copier is not None:
             self._copier.closed()
-
-
-def _bytes(tensor: torch.Tensor) -> Bytes:
-    """A contiguous tensor's memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _smoothed(rate: float | None, nbytes: int, seconds: float) -> float | None:
-    """A rate in bytes per second, with the newest measurement in it."""
-    if nbytes < RATE_BYTES or seconds <= 0:
-        return rate
-    return nbytes / seconds if rate is None else 0.85 * rate + 0.15 * nbytes / seconds
-
-
-def _after(track: Track, seconds: float) -> Track:
-    """What is left of a step when its first `seconds` are over."""
-    seconds = min(seconds, track.seconds / 2)  # a plan needs a step to lie in
-    return Track(np.maximum(track.start - seconds, 0.0), np.maximum(track.stop - seconds, 0.0), track.seconds - seconds)
-
-
-def _as_run(planned: Track, measured: list[Track]) -> Track:
-    """`planned` as this loop runs it: a rank that does not wait for the others before its optimizer idles after it instead."""
-    rest = float(np.median([track.seconds - track.stop[-1] for track in measured]))
-    late = max(0.0, planned.seconds - float(planned.stop[-1]) - rest)
-    return Track(planned.start + late, planned.stop + late, planned.seconds)
-
-
-def _renumber(fill: TensorFill, chosen: list[int]) -> Any:
-    """`fill` for a plan whose piece i is `chosen[i]`."""
-
-    def renumbered(parts: Any) -> None:
-        fill([Part(chosen[part.piece], part.start, part.stop, part.out) for part in parts])
-
-    return renumbered

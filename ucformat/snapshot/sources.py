@@ -1,13 +1,16 @@
 """The live memory that a rank's snapshots are copied from, looked at afresh in every step.
 
-Storages move: an optimizer replaces a state, a loader re-seats a parameter. So pointers are never kept from step to
-step; the state is walked at every boundary, and its pieces must be those that the slots were laid out for.
+Storages move: an optimizer replaces a state, a loader re-seats a parameter. So no pointer is trusted from step to step: every
+boundary looks at the state, in full as here or by verifying what a full look told (`watch`), and its pieces must be those
+that the slots were laid out for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -59,10 +62,7 @@ class Share:
     coords: Mapping[str, int] | None
     together: bool
     """The layout can't be told on some rank without the others (uneven shards): every look at the state is an exchange."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(box.volume * spec.kind.itemsize for spec, box in self.keys)
+    nbytes: int
 
 
 def agree(state: Mapping[str, object], group: Group) -> Share:
@@ -80,6 +80,7 @@ def agree(state: Mapping[str, object], group: Group) -> Share:
         division.mesh,
         collected.coords,
         together=any(group.all_gather(unknown)),
+        nbytes=sum(box.volume * spec.kind.itemsize for spec, box in keys),
     )
 
 
@@ -93,37 +94,50 @@ def _attempt(state: Mapping[str, object], rank: int) -> Collected | None:
 
 def look(state: Mapping[str, object], share: Share, group: Group) -> Boundary:
     """The state as it is now. Raises MovedError when it is laid out in another way than the share."""
-    collected = collect(state, group if share.together else Group(group.rank))
-    held: dict[Key, Piece] = {(piece.spec, piece.box): piece for piece in collected.pieces}
-    if held.keys() != share.held:
-        raise MovedError(held.keys() ^ share.held)
-    views = tuple(held[key].view for key in share.keys[: share.pieces])
-    lasting = _lasting(state)
-    computes = {view.device.type for view in views} - {"cpu"}
+    return boundary(collect(state, group if share.together else Group(group.rank)), lasting(state), share)
+
+
+def boundary(collected: Collected, storages: AbstractSet[int], share: Share) -> Boundary:
+    """The share in what was collected; `storages` are those that last. Raises MovedError."""
+    pieces = held(collected)
+    if pieces.keys() != share.held:
+        raise MovedError(pieces.keys() ^ share.held)
+    views = [pieces[key].view for key in share.keys[: share.pieces]]
+    return settled(views, [memory(view) in storages for view in views], collected.values)
+
+
+def settled(views: Sequence[torch.Tensor], lasts: Sequence[bool], tree: object) -> Boundary:
+    """`lasts` says of each view whether it is of a parameter or an optimizer state."""
+    computes = {device.type for device in set(map(attrgetter("device"), views))} - {"cpu"}
     return Boundary(
-        views,
-        tuple(_memory(view) in lasting and not (computes and view.device.type == "cpu") for view in views),
-        values.encode(collected.values),
+        tuple(views),
+        tuple(lasts if not computes else (a and v.device.type != "cpu" for a, v in zip(lasts, views, strict=True))),
+        values.encode(tree),
     )
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def held(collected: Collected) -> dict[Key, Piece]:
+    return {(piece.spec, piece.box): piece for piece in collected.pieces}
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Where its storage begins."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _lasting(state: object) -> set[int]:
+def lasting(state: object) -> set[int]:
     """Storages of all parameters and optimizer states below `state`."""
     found: set[int] = set()
     waiting: list[object] = [state]
     while waiting:
         item = waiting.pop()
         if isinstance(item, nn.Module):
-            found.update(_memory(_local(parameter)) for parameter in item.parameters())
+            found.update(memory(_local(parameter)) for parameter in item.parameters())
         elif isinstance(item, torch.optim.Optimizer):
             for states in item.state.values():
-                found.update(_memory(_local(x)) for x in states.values() if isinstance(x, torch.Tensor))
+                found.update(memory(_local(x)) for x in states.values() if isinstance(x, torch.Tensor))
             for group in item.param_groups:
-                found.update(_memory(_local(parameter)) for parameter in group["params"])
+                found.update(memory(_local(parameter)) for parameter in group["params"])
         elif isinstance(item, Mapping):
             waiting.extend(item.values())
         elif isinstance(item, (list, tuple)):
