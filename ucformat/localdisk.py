@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from ucformat.storage import Bytes, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
+FAR_BYTES = (
+    2 << 20
+)  # of reading ahead that keep a disk busy; what the system reads ahead lies in larger pages than what it is told to
 _SYNC_FILE_RANGE_WRITE = 2
 _NOW = getattr(os, "RWF_NOWAIT", 0)  # read what is in memory, or fail; 0 where that is unknown
 _VIEWS = 1024  # buffers that one call takes (IOV_MAX)
@@ -55,6 +59,19 @@ def _send_on(fd: int, start: int, nbytes: int) -> None:
         _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
+@cache
+def _reads_ahead(device: int) -> bool:
+    """Whether the system reads far enough ahead of sequential readers on a device by itself; False where it does not tell."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for place in (f"dev/block/{number}/queue", f"dev/block/{number}/../queue", f"class/bdi/{number}"):
+        try:
+            with open(f"/sys/{place}/read_ahead_kb", encoding="ascii") as file:
+                return int(file.read()) << 10 >= FAR_BYTES
+        except (OSError, ValueError):
+            pass  # a disk, a partition, or something else that has pages
+    return False
+
+
 class LocalReader(Reader):
     """One open file, read through the page cache: the kernel reads ahead there while we verify and copy."""
 
@@ -69,7 +86,7 @@ class LocalReader(Reader):
             raise StorageError(full, error) from error
 
     def prefetch(self, start: int, nbytes: int) -> bool:
-        if hasattr(os, "posix_fadvise") and not self._is_here(start, nbytes):
+        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self._fd).st_dev) and not self._is_here(start, nbytes):
             os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
         return True
 

@@ -21,6 +21,7 @@ from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.dtypes import from_torch
 from ucformat.errors import UnrepresentableError, UnsupportedError, ValueConflictError
+from ucformat.garbage import collected_later
 from ucformat.group import Group
 from ucformat.reshard import megatron, module, optim, uneven
 from ucformat.reshard.inplace import exact, is_stateful
@@ -70,7 +71,8 @@ def collect(state: Mapping[str, object], group: Group | None = None) -> Collecte
     Raises UnrepresentableError and UnsupportedError naming the path. An error on one rank is RankFailedError on the others.
     """
     group = group or Group()
-    return gather(Walker(state, group, loading=False), group)
+    with collected_later():
+        return gather(Walker(state, group, loading=False), group)
 
 
 def gather(walker: Walker, group: Group) -> Collected:

@@ -30,7 +30,7 @@ from ucformat.storage import Bytes, Sheet
 AHEAD = 4  # tasks that are brought into memory before their turn
 GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
-VERIFY_BYTES = 1 << 20  # read and hashed while still in the cache
+VERIFY_BYTES = 4 << 20  # read and hashed while still in the cache that cores share
 DIRECT_BYTES = 16 << 10  # shorter segments cost less to copy than as one more buffer of a read
 WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

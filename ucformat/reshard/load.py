@@ -16,6 +16,7 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import DTypeMismatchError, NamesMismatchError, ShapeMismatchError
+from ucformat.garbage import collected_later
 from ucformat.group import Group
 from ucformat.reshard import masters
 from ucformat.reshard.collect import Piece
@@ -52,12 +53,26 @@ def load_state(where: str, into: MutableMapping[str, object], options: LoadOptio
 def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: LoadOptions, group: Group) -> int | None:
     """Restore `into` from an open checkpoint; its step. Every rank of `group` calls it, with catalogs of one checkpoint."""
     where = catalog.store.url
+    with collected_later():
+        loading, planned, dest = _plan(catalog, into, options, group)
+    with group.together(f"reading {where}"):
+        execute(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
+    with group.together(f"restoring from {where}"):
+        fresh = dest[len(dest) - len(loading.fresh) :]
+        restore(loading, dict(zip(loading.fresh, fresh, strict=True)))
+    return catalog.notes.step
+
+
+def _plan(
+    catalog: Catalog, into: MutableMapping[str, object], options: LoadOptions, group: Group
+) -> tuple[Loading, ReadPlan, list[torch.Tensor]]:
+    """What to read, and where it goes: live memory, then new tensors for `Loading.fresh`."""
     loading = prepare(into, catalog, group)
     pieces = masters.from_masters(_known(loading.pieces, catalog), catalog)
     _check_names(loading, catalog, options, group)
     planned: ReadPlan | None = None
     dest: list[torch.Tensor] = []
-    with group.together(f"planning {where}"):
+    with group.together(f"planning {catalog.store.url}"):
         _check_kinds(pieces, catalog, cast=options.cast)
         wanted: list[tuple[str, Box | None]] = [(piece.spec.name, piece.box) for piece in pieces]
         dest = [piece.view for piece in pieces]
@@ -66,14 +81,10 @@ def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: L
             wanted.append((name, None))
             dest.append(spec.kind.empty(spec.shape))
         planned = plan(catalog, wants(catalog, wanted))
+        if group.rank == 0:
+            masters.tell(pieces, loading.names, catalog)
     assert planned is not None
-    if group.rank == 0:
-        masters.tell(pieces, loading.names, catalog)
-    with group.together(f"reading {where}"):
-        execute(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
-    with group.together(f"restoring from {where}"):
-        restore(loading, dict(zip(loading.fresh, dest[len(pieces) :], strict=True)))
-    return catalog.notes.step
+    return loading, planned, dest
 
 
 def _known(pieces: Sequence[Piece], catalog: Catalog) -> list[Piece]:
