@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -45,3 +46,19 @@ def test_the_hook_comes_before_any_change_until_it_is_removed() -> None:
     optimizer.step()
     assert seen == [0.0, -1.0]
     assert weight.tolist() == [-3.0, -3.0]
+
+
+def test_optimizers_that_nobody_named_count_on_the_loops_own_thread() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    seen: list[float] = []
+    handles = hooks.before_update([], lambda: seen.append(float(weight.detach()[0])))
+    optimizer = torch.optim.SGD([weight], lr=1.0)  # made afterwards
+    optimizer.step()
+    other = threading.Thread(target=optimizer.step)
+    other.start()
+    other.join()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert seen == [0.0]

@@ -124,6 +124,45 @@ def change_layout(training: Training, how: str) -> None:
         del training.state["rng"]
 
 
+def test_an_optimizer_that_the_state_does_not_hold_is_waited_for(place: Path) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snap = Snapshotter({"model": model}, directory=str(place / "slots"), mode="blocking", hash_every=0, on_error="raise")
+    for step in range(1, STEPS):
+        model(torch.rand(4, 64)).sum().backward()
+        snap.take(step)
+        truth = model.weight.detach().clone()
+        optimizer.step()
+        found = ucformat.open(str(place / "slots"))
+        assert found.step == step
+        assert same(found["model/weight"][...], truth)
+        assert not same(model.weight.detach(), truth)
+    snap.close()
+
+
+def test_a_state_that_changes_unseen_while_it_is_copied_is_never_kept(place: Path) -> None:
+    training = Training(place, mode="blocking")
+    for _ in range(STEPS):
+        training.update()
+        training.take()
+    training.snap.deadline()
+    truth = training.truth()
+    training.done += 1
+    training.take()
+    with torch.no_grad():
+        next(training.model.parameters()).add_(1.0)
+    training.snap.deadline()
+    report = training.snap.report()
+    assert "model/0.weight changed while it was copied" in report.failures[-1]
+    assert training.kept()[0] == STEPS
+    assert_kept(training, STEPS, truth)
+    training.done += 1
+    training.take()
+    training.snap.deadline()
+    assert training.kept()[0] == STEPS + 2
+    training.snap.close()
+
+
 @pytest.mark.parametrize("how", ["another shape", "a new tensor", "one less"])
 def test_a_state_laid_out_anew_is_counted_and_training_goes_on(place: Path, how: str) -> None:
     training = Training(place)

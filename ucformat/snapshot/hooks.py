@@ -6,6 +6,7 @@ torch.distributed.pipelining calls these. Loops of one's own wrap their compute 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ucformat.snapshot.clock import StepClock
 
@@ -78,5 +80,15 @@ def optimizers(state: object) -> list[torch.optim.Optimizer]:
 
 
 def before_update(items: list[torch.optim.Optimizer], hook: Callable[[], None]) -> list[Any]:
-    """Call `hook` before each optimizer changes anything; handles to take the hooks away with."""
-    return [item.register_step_pre_hook(lambda *_: hook()) for item in items]
+    """Call `hook` before an optimizer changes anything; handles to take the hooks away with.
+
+    Optimizers other than `items` count as well, if they step on the thread that calls this: those that a framework keeps to
+    itself, or that were made later, may hold the same parameters.
+    """
+    thread, known = threading.get_ident(), {id(item) for item in items}
+
+    def others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() == thread and id(optimizer) not in known:
+            hook()
+
+    return [*(item.register_step_pre_hook(lambda *_: hook()) for item in items), register_optimizer_step_pre_hook(others)]

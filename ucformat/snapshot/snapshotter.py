@@ -39,7 +39,7 @@ from ucformat.snapshot.replay import Track
 from ucformat.snapshot.report import Report, StepReport
 from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.slots import Slot, SlotSet
-from ucformat.snapshot.sources import Share, agree
+from ucformat.snapshot.sources import Share, TornError, agree
 from ucformat.snapshot.taking import Taking
 from ucformat.snapshot.trace import Trace, gaps
 from ucformat.snapshot.watch import Watch
@@ -148,6 +148,7 @@ class Snapshotter:
             return
         assert self._copier is not None
         taking.names = tuple(span.name for span in self.clock.spans)
+        taking.seal()
         began = now()
         outcome = self._copier.finish()
         taking.report.step_ms = track.seconds * 1e3
@@ -255,6 +256,8 @@ class Snapshotter:
         assert share is not None
         assert slots is not None
         assert taking.slot is not None
+        if changed := taking.changed():
+            raise TornError(share.keys[i] for i in changed)
         slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
         self._tell(taking.report.step, held=True)
 

@@ -35,6 +35,18 @@ class MovedError(UcformatError):
         super().__init__(f"the state has changed its layout: {names} is not there as it was, or new; make a new Snapshotter")
 
 
+class TornError(UcformatError):
+    """The state was changed before its copy was complete."""
+
+    def __init__(self, changed: Iterable[Key]) -> None:
+        self.changed = tuple(changed)
+        names = ", ".join(sorted({spec.name for spec, _ in self.changed})[:5])
+        super().__init__(
+            f"{names} changed while it was copied, and not by a torch optimizer: this step is not kept; "
+            "call `deadline()` before anything changes the state"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """The state between two optimizer steps: tensors where they lie now, and everything else by value."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from ucformat.dtypes import DType
 from ucformat.image import Part
@@ -48,6 +49,8 @@ class Taking:
         self._changing = [i for i in changes if isinstance(copier, DeviceCopier) and copier.holds(boundary.views[i])]
         self._aside = sorted(set(changes) - set(self._changing))
         self._staged: dict[int, Bytes] = {}
+        self._versions = [_version(boundary.views[i]) for i in self._chosen]
+        self._sealed: list[int] | None = None
         self._places, self._free_slot, self._copier = places, free_slot, copier
         self._fill = TensorFill(boundary.views, kinds)
         self._lengths = [len(place) for place in next(iter(places.values()))]
@@ -79,6 +82,21 @@ class Taking:
         self._staged = {}
         return [out[i] for i in (*self._chosen, *self._changing)]
 
+    def changed(self) -> list[int]:
+        """Pieces that were written to since the boundary, or until the deadline. Any thread.
+
+        A safety net for loops that change the state without the engine's knowing: it sees what autograd's version counters
+        see, which leaves out `.data`, DTensors and foreign kernels.
+        """
+        if self._sealed is not None:
+            return self._sealed
+        views, before = self.boundary.views, self._versions
+        return [i for i, version in zip(self._chosen, before, strict=True) if _version(views[i]) != version]
+
+    def seal(self) -> None:
+        """The deadline: what changes from now on does no harm."""
+        self._sealed = self.changed()
+
     def copy(self, plan: CopyPlan, done: Callable[[], None], ended: Callable[[LateOutcome], None], told: Told | None) -> None:
         """Give the work to the copier; `ended` is for one of devices."""
         if isinstance(self._copier, DeviceCopier):
@@ -91,3 +109,7 @@ class Taking:
     def _renumbered(self, parts: Sequence[Part]) -> None:
         """The fill of a plan's pieces."""
         self._fill([Part(self._chosen[part.piece], part.start, part.stop, part.out) for part in parts])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # autograd's counter of in-place writes has no public name
