@@ -79,3 +79,20 @@ def test_another_number_of_actions_is_refused() -> None:
         Drift(step()).observe(Track.whole(1.0))
     with pytest.raises(ValueError, match="can't be decided"):
         Drift(step(), enter=0.1, leave=0.2)
+
+
+def test_idle_time_that_shrinks_by_a_third_is_drift_though_it_is_little_of_the_step() -> None:
+    """Rank 1 of a pipeline, whose first window closes earlier when rank 0 waits less before its update."""
+    planned = Track(np.array([0.06, 0.18]), np.array([0.18, 0.30]), 0.30)
+    drift = Drift(planned, steps=3)
+    earlier = Track(planned.start - 0.02, planned.stop - 0.02, 0.28)
+    assert [drift.observe(earlier) for _ in range(3)] == [False, False, True]
+    drift.rebase(drift.typical())
+    assert drift.planned.idle == pytest.approx(0.04)
+    assert [drift.observe(earlier) for _ in range(3)] == [False, False, False]
+
+
+def test_hardly_any_idle_time_may_come_and_go() -> None:
+    busy = Track(np.array([0.0]), np.array([0.298]), 0.3)
+    drift = Drift(busy, steps=1)
+    assert not drift.observe(Track(busy.start, busy.stop, 0.301))

@@ -10,6 +10,7 @@ from ucformat.snapshot.replay import Floats, Track
 
 STEPS = 8  # medians over so many steps: a slow step or two (data, garbage collection) is no drift
 ENTER = 0.15  # of the step's seconds are elsewhere than planned: about what the planner's margin forgives
+LITTLE = 0.1  # of the step: less idle time than this is hardly planned with
 LEAVE = 0.07  # half of it: what hovers around the threshold is reported once
 
 
@@ -23,11 +24,18 @@ def segments(track: Track) -> Floats:
 
 
 def deviation(planned: Track, measured: Floats) -> float:
-    """Fraction of the planned step that lies elsewhere: medians of `measured`, (steps, 2N + 1) segments, against the plan."""
+    """Fraction of the planned step that lies elsewhere: medians of `measured`, (steps, 2N + 1) segments, against the plan.
+
+    Or the fraction of its idle time, if that is more: copies are planned into it. Where there is little of it, noise would be
+    much of it: a tenth of the step counts at least.
+    """
     expected = segments(planned)
     total = float(expected.sum())
-    moved = float(np.abs(np.median(measured, axis=0) - expected).sum())
-    return moved / total if total > 0 else float(moved > 0)
+    moved = np.abs(np.median(measured, axis=0) - expected)
+    if total <= 0:
+        return float(moved.sum() > 0)
+    idle = max(float(expected[0::2].sum()), LITTLE * total)
+    return max(float(moved.sum()) / total, float(moved[0::2].sum()) / idle)
 
 
 class Drift:

@@ -7,6 +7,7 @@ force until times, copy rates or the waiting for a slot are no longer those that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,12 +17,12 @@ from ucformat.snapshot.bubbles import CopyPlan, Mode, Rates
 from ucformat.snapshot.copier import Outcome
 from ucformat.snapshot.drift import Drift
 from ucformat.snapshot.layout import Strategy
-from ucformat.snapshot.replay import Times, Track, replay
+from ucformat.snapshot.replay import Times, Track, Window, replay
 from ucformat.snapshot.report import Report
 
 WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
 RATE_DRIFT = 0.25  # of the planned copy rate: more asks for a new plan
-WAITING_DRIFT = 0.15  # the same while training waits, of which the prediction is made
+WAITING_DRIFT = 0.08  # the same while training waits, of which the prediction is made
 RATE_BYTES = 16 << 20  # in less time than these take, the clock and the scheduler measure themselves
 GATE_DRIFT = 0.2  # of all idle time: so much more or less of waiting for a slot asks for a new plan
 OPENING_S = 0.0002  # from the opening of a window to the first byte: a thread has to wake up
@@ -55,7 +56,9 @@ class Planner:
         if self._drift is None:
             seconds = self._tracks[-1][1].seconds if self._tracks else UNKNOWN_STEP_S
             return bubbles.plan(Track.whole(seconds), pieces, self._rates, "overlap")
-        plan = bubbles.plan(_after(self._drift.planned, self._gate), pieces, self._rates, self.mode)
+        whole = self._drift.planned
+        plan = bubbles.plan(_after(whole, self._gate), pieces, self._rates, self.mode)
+        plan = replace(plan, windows=_as_they_open(plan.windows, whole.windows()))
         self._current = tuple(sizes), plan
         self._report.plan = f"{plan.taken}: {plan.reason}"
         return plan
@@ -141,6 +144,12 @@ def _after(track: Track, seconds: float) -> Track:
     """What is left of a step when its first `seconds` are over."""
     seconds = min(seconds, track.seconds / 2)  # a plan needs a step to lie in
     return Track(np.maximum(track.start - seconds, 0.0), np.maximum(track.stop - seconds, 0.0), track.seconds - seconds)
+
+
+def _as_they_open(windows: Sequence[Window], whole: Sequence[Window]) -> tuple[Window, ...]:
+    """Windows of what is left of a step, as long as they are when they open: what was waited for a slot is part of them."""
+    seconds = {window.after: window.seconds for window in whole}
+    return tuple(replace(window, start=window.stop - seconds.get(window.after, window.seconds)) for window in windows)
 
 
 def _as_run(planned: Track, measured: list[Track]) -> Track:
