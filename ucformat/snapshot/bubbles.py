@@ -7,7 +7,7 @@ the exposed rest for which training waits. `plan` is called again when times dri
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
@@ -164,22 +164,27 @@ def plan(
     """
     job = _job(track, tuple(pieces), rates, margin, chunk_bytes)
     if mode == "blocking":
-        return _answer(job, "blocking", [], 0.0, "asked for")
+        return _blocking(job, "asked for")
     if mode == "overlap":
         return _beside(job, "asked for")
     if mode == "bubble" and job.windows:
         return _bubble(job, "asked for")
     if not job.windows:
-        return _least([_beside(job, "the step has no idle windows"), _blocking(job)], mode)
+        return _least((make(job, "the step has no idle windows") for make in (_beside, _blocking)), mode)
     idle, total = track.idle, sum(piece.nbytes for piece in job.pieces)
     told = f"{total / 2**20:.1f} MiB for {len(job.windows)} windows of {idle * 1e3:.1f} ms in all"
-    return _least([_bubble(job, told), _both(job, told), _beside(job, told), _blocking(job)], mode)
+    return _least((make(job, told) for make in (_bubble, _both, _beside, _blocking)), mode)
 
 
-def _least(options: Sequence[CopyPlan], mode: Mode) -> CopyPlan:
-    """The fit test: the cheapest, earlier ones first where they cost the same."""
-    if mode == "bubble":
-        return options[0]
+def _least(choice: Iterable[CopyPlan], mode: Mode) -> CopyPlan:
+    """The fit test: the cheapest, earlier ones first where they cost the same. What comes after one without cost isn't made."""
+    options: list[CopyPlan] = []
+    for option in choice:
+        options.append(option)
+        if mode == "bubble":
+            return option
+        if not option.cost:
+            break
     least = min(option.cost for option in options)
     found = next(option for option in options if option.cost <= least * (1 + 1e-9))
     verdict = {"bubble": "all fits into the windows", "bubble+overlap": "the windows are too small, beside compute is room"}
@@ -227,8 +232,9 @@ def _beside(job: _Job, why: str) -> CopyPlan:
     return _answer(job, "overlap", runs, limit, why)
 
 
-def _blocking(job: _Job) -> CopyPlan:
-    return _answer(job, "blocking", [], 0.0, "copied while training waits")
+def _blocking(job: _Job, why: str) -> CopyPlan:
+    """While training waits."""
+    return _answer(job, "blocking", [], 0.0, why)
 
 
 def _in_windows(job: _Job) -> list[_Run]:

@@ -50,16 +50,20 @@ class Planner:
 
     def plan(self, sizes: Sequence[int]) -> CopyPlan:
         """The plan in force for pieces of these bytes. Made anew only when something changed."""
-        if self._current is not None and self._current[0] == tuple(sizes):
+        known = min(len(self._tracks), 1) if self._drift is None else 2  # nothing, one step, or enough
+        key = (known, *sizes)
+        if self._current is not None and self._current[0] == key:
             return self._current[1]
         pieces = [bubbles.Piece(size) for size in sizes]
         if self._drift is None:
             seconds = self._tracks[-1][1].seconds if self._tracks else UNKNOWN_STEP_S
-            return bubbles.plan(Track.whole(seconds), pieces, self._rates, "overlap")
+            plan = bubbles.plan(Track.whole(seconds), pieces, self._rates, "overlap")
+            self._current = key, plan
+            return plan
         whole = self._drift.planned
         plan = bubbles.plan(_after(whole, self._gate), pieces, self._rates, self.mode)
         plan = replace(plan, windows=_as_they_open(plan.windows, whole.windows()))
-        self._current = tuple(sizes), plan
+        self._current = key, plan
         self._report.plan = f"{plan.taken}: {plan.reason}"
         return plan
 
@@ -129,8 +133,8 @@ class Planner:
 
     def _replan(self) -> None:
         if self._current is not None:
+            self._report.replans += int(self._drift is not None)
             self._current = None
-            self._report.replans += 1
 
 
 def _smoothed(rate: float | None, nbytes: int, seconds: float) -> float | None:
