@@ -136,9 +136,8 @@ def _again(state: Mapping[str, object], seen: Survey, known: _Known, share: Shar
     return settled(views, known.lasting, collected.values)
 
 
-_STUB = torch.empty(
-    0
-)  # stands for all tensors of a model: a dict of tensors leaves another trace in the values than an empty one
+# Stands for all tensors of a model: a dict of tensors leaves another trace in the values than an empty one.
+_STUB = torch.empty(0)
 
 
 def _rest(state: Mapping[str, object], seen: Survey, known: _Known) -> dict[str, object]:
