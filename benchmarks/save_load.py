@@ -19,7 +19,6 @@ from benchmarks import disk
 from benchmarks.report import GB, ROOT, Line, Result, arguments, median
 
 RANKS = 2
-ORDER = ("ucformat", "dcp", "safetensors", "raw")
 LOADS = ("load_cold", "load_warm")
 RESHARDS = ("columns", "uneven")
 TIMEOUT_S = 1800.0

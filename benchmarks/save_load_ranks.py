@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -242,13 +243,12 @@ def measure(size: float, rounds: int, directory: Path) -> None:
         if name != "raw":
             prove(peer, directory / name, layouts, truth)
     times: dict[str, list[float]] = defaultdict(list)
-    order = list(peers)
-    for _ in range(rounds):
-        for name in order:
+    for number in range(rounds):
+        # nobody always comes after a certain other: what that one leaves behind (free memory, dirty pages) is not nothing
+        for name in random.Random(number).sample(list(peers), len(peers)):
             for what, took in one_round(peers[name], directory / name, layouts).items():
                 for unit, seconds in took.items():
                     times[f"{name}/{what}/{unit}"].append(seconds)
-        order = order[1:] + order[:1]  # nobody is always the one after a certain other
     if dist.get_rank() == 0:
         print(json.dumps({"nbytes": [layouts.nbytes], **times}), flush=True)
     dist.destroy_process_group()
