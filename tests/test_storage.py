@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import uuid
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ucformat import localdisk
 from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.localdisk import ALIGNMENT, LocalStore, aligned
 from ucformat.storage import Bytes, Sheet, Store, open_store, safe_path
@@ -156,6 +159,32 @@ def test_local_writes_of_any_alignment_and_order(tmp_path: Path) -> None:
         for start, stop in ((2 * ALIGNMENT, 4 * ALIGNMENT), (4 * ALIGNMENT, len(data)), (0, 100), (100, 2 * ALIGNMENT)):
             writer.write(start, data[start:stop])
     assert (tmp_path / "f").read_bytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("limit", [0, 5000, 100_000])
+def test_what_has_reached_the_disk_leaves_the_page_cache_and_stays_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(localdisk, "IN_FLIGHT_BYTES", limit)
+    data = _data(1_000_000)
+    with LocalStore(str(tmp_path)).writer("f", len(data)) as writer:
+        for start in range(0, len(data), 4096):
+            writer.write(start, data[start : start + 4096])
+    assert (tmp_path / "f").read_bytes() == data.tobytes()
+
+
+def test_an_error_of_the_disk_while_writing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of an error in the background once: whoever waits for a range is told, and `fsync` is not again."""
+
+    def failing(*_: int) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(localdisk, "IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(localdisk, "_sync_file_range", failing)
+    with pytest.raises(StorageError, match="Input/output"), LocalStore(str(tmp_path)).writer("f", 4096) as writer:
+        writer.write(0, _data(4096))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_known_before_the_first_byte(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -25,7 +27,9 @@ HUGE_BYTES = 2 << 20  # the size of a huge page
 FAR_BYTES = (
     2 << 20
 )  # of reading ahead that keep a disk busy; what the system reads ahead lies in larger pages than what it is told to
+IN_FLIGHT_BYTES = 32 << 20  # of one file that are on their way to the disk; what has arrived leaves the page cache
 _SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_ALL = 7  # wait for what is under way, write the rest, wait for that
 _NOW = getattr(os, "RWF_NOWAIT", 0)  # read what is in memory, or fail; 0 where that is unknown
 _VIEWS = 1024  # buffers that one call takes (IOV_MAX)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -44,7 +48,7 @@ def aligned(nbytes: int) -> Bytes:
 
 def _start_writing() -> Callable[[int, int, int, int], int] | None:
     """Linux's sync_file_range, which has the kernel begin to write a range to disk; None elsewhere."""
-    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return found
@@ -70,6 +74,18 @@ def _reads_ahead(device: int) -> bool:
         except (OSError, ValueError):
             pass  # a disk, a partition, or something else that has pages
     return False
+
+
+def _let_go(fd: int, start: int, nbytes: int) -> None:
+    """Wait until a range is on the disk, then take it out of the page cache. Raises OSError: `fsync` will not tell again."""
+    if _sync_file_range is None or not hasattr(os, "posix_fadvise"):
+        return
+    if _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_ALL) < 0:
+        code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
+        return
+    os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class LocalReader(Reader):
@@ -137,6 +153,9 @@ class LocalWriter(Writer):
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.part, self.size = path, path + ".part", size
+        self._sent: deque[tuple[int, int]] = deque()
+        """(start, bytes) of what is on its way, oldest first."""
+        self._lock = threading.Lock()
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -162,8 +181,20 @@ class LocalWriter(Writer):
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], start + done)
             _send_on(self._fd, start, len(view))
+            for range_ in self._oldest(start, len(view)):
+                _let_go(self._fd, *range_)
         except OSError as error:
             raise StorageError(self.path, error, start, start + len(view)) from error
+
+    def _oldest(self, start: int, nbytes: int) -> list[tuple[int, int]]:
+        """One more write is on its way: those that are to be waited for now."""
+        with self._lock:
+            self._sent.append((start, nbytes))
+            under_way, old = sum(size for _, size in self._sent), []
+            while under_way > IN_FLIGHT_BYTES:
+                old.append(self._sent.popleft())
+                under_way -= old[-1][1]
+        return old
 
     def close(self) -> None:
         try:
