@@ -25,7 +25,7 @@ from ucformat.garbage import collected_later
 from ucformat.group import Group
 from ucformat.reshard import megatron, module, optim, uneven
 from ucformat.reshard.inplace import exact, is_stateful
-from ucformat.reshard.leaf import Leaf, Part, is_tensor, leaf, plain
+from ucformat.reshard.leaf import Leaf, Part, forget, is_tensor, leaf, plain
 from ucformat.reshard.placement import shard
 from ucformat.reshard.wrappers import RankLocalItem
 
@@ -78,6 +78,7 @@ def collect(state: Mapping[str, object], group: Group | None = None) -> Collecte
 def gather(walker: Walker, group: Group) -> Collected:
     """`collect` with a walker of the caller's own, which knows afterwards what it found where."""
     leaves, tree, error = _attempt(walker)
+    forget()
     leaves = settle(leaves, error, group)
     aliases = dict(walker.aliases)
     specs: tuple[TensorSpec, ...] = ()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +31,8 @@ class Frame:
     """How a DTensor lies on its mesh."""
 
     mesh: DeviceMesh
+    key: str
+    """Digest of the mesh: its shape and its ranks in order."""
     sizes: tuple[int, ...]
     """Shape of the mesh."""
     coordinate: tuple[int, ...]
@@ -162,12 +165,19 @@ def _frame(same: _Same, placements: tuple[Placement, ...], order: Sequence[Any],
     )
     # A model that is sharded on a `tp` mesh and repeated by DDP says nothing of the latter in its DTensors.
     repeated = any(p.is_replicate() and n > 1 for p, n in zip(placements, sizes, strict=True)) or math.prod(sizes) < world
-    return Frame(mesh, sizes, tuple(coordinate), splits, repeated)
+    key = blake2b(repr(mesh.mesh.tolist()).encode(), digest_size=16).hexdigest()
+    return Frame(mesh, key, sizes, tuple(coordinate), splits, repeated)
 
 
 @lru_cache(maxsize=4096)  # layers repeat each other's shapes
 def _placed(shape: tuple[int, ...], frame: Frame) -> Placed:
     return grid(shape, [split.at(frame.coordinate) for split in frame.splits], replicated=frame.replicated)
+
+
+def forget() -> None:
+    """Let go of the meshes that were met: they hold process groups, which must be able to end when the loop destroys them."""
+    _frame.cache_clear()
+    _placed.cache_clear()
 
 
 def _array(x: np.ndarray, at: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ucformat.group import Group
 from ucformat.reshard import optim
 from ucformat.reshard.collect import Leaves, Piece, Walker, make_pieces, settle
 from ucformat.reshard.inplace import Pending
-from ucformat.reshard.leaf import Leaf
+from ucformat.reshard.leaf import Leaf, forget
 from ucformat.reshard.placement import clip
 from ucformat.reshard.putback import Putter, find
 
@@ -70,6 +70,7 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
         _drop_states(walker, leaves, catalog, tree)
     except Exception as caught:
         error = caught
+    forget()
     leaves = settle(leaves, error, group)
     loading: Loading | None = None
     with group.together("preparing the load"):

@@ -11,10 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.errors import RankFailedError, UnsupportedError
 from ucformat.group import Group
@@ -23,11 +20,6 @@ from ucformat.reshard.placement import Placed, Split, grid, inner_first, is_even
 
 MeshKey = str
 """Digest of a mesh: its shape and its ranks in order."""
-
-
-@lru_cache(maxsize=64)
-def _mesh_key(mesh: DeviceMesh) -> MeshKey:
-    return blake2b(repr(mesh.mesh.tolist()).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ def claim(leaf: Leaf) -> Claim:
     local, placed = leaf.parts[0]
     size = tuple(local.shape)
     return Claim(
-        mesh=_mesh_key(frame.mesh),
+        mesh=frame.key,
         sizes=frame.sizes,
         coordinate=frame.coordinate,
         splits=frame.splits,
