@@ -1,7 +1,7 @@
 """The local disk as a Store, through the page cache, with hints of what comes next.
 
-Reads are announced before their turn, and every write is sent on its way at once, so the disk works while we verify, hash and
-copy. Direct I/O was measured to be slower: memory that the disk has just filled or read is in no cache of ours.
+Reads are announced before their turn where the system does not read far ahead itself, and every write is sent on its way at
+once, so the disk works while we verify, hash and copy. Direct I/O was measured to be slower: memory that the disk has just filled or read is in no cache of ours.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from ucformat.storage import Bytes, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
-FAR_BYTES = (
-    2 << 20
-)  # of reading ahead that keep a disk busy; what the system reads ahead lies in larger pages than what it is told to
+FAR_BYTES = 2 << 20  # of reading ahead keep a disk busy; what the system reads by itself lies in larger pages
 IN_FLIGHT_BYTES = 32 << 20  # of one file that are on their way to the disk; what has arrived leaves the page cache
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_ALL = 7  # wait for what is under way, write the rest, wait for that

@@ -177,40 +177,35 @@ def remove(path: str) -> None:
 
 def forget(folder: str, index: int, timeout_s: float = 5.0) -> None:
     """Remove the record of a slot that nobody fills: it holds no version from now on. Raises StorageError."""
-    path = f"{folder}/{slot_name(index)}"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    with _alone(folder, index, timeout_s) as locked:
+        if not locked:  # a keeper that adds checksums would put the record back
+            raise StorageError(f"{folder}/{slot_name(index)}", f"its lock was not to be had within {timeout_s:g} s")
         remove(f"{folder}/{record_name(index)}")
-        return
-    except OSError as error:
-        raise StorageError(path, error) from error
-    try:
-        with _locked(fd, timeout_s) as locked:
-            if not locked:  # a keeper that adds checksums would put the record back
-                raise StorageError(path, f"its lock was not to be had within {timeout_s:g} s")
-            remove(f"{folder}/{record_name(index)}")
-    except OSError as error:
-        raise StorageError(path, error) from error
-    finally:
-        os.close(fd)
 
 
 def drop(folder: str, index: int, timeout_s: float = 1.0) -> None:
     """Remove a slot that nobody maps: its record first, so that it is gone before its bytes are. Raises StorageError."""
     path = f"{folder}/{slot_name(index)}"
     remove(f"{path}{PART}")
+    with _alone(folder, index, timeout_s):  # should a dying keeper hold it for longer, it finds no record afterwards
+        remove(f"{folder}/{record_name(index)}")
+        remove(path)
+
+
+@contextmanager
+def _alone(folder: str, index: int, timeout_s: float) -> Iterator[bool]:
+    """Whether the slot is locked inside: not if another process keeps it so. Without a file there is nothing to lock."""
+    path = f"{folder}/{slot_name(index)}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        remove(f"{folder}/{record_name(index)}")
+        yield True
         return
     except OSError as error:
         raise StorageError(path, error) from error
     try:
-        with _locked(fd, timeout_s):  # should a dying keeper hold it for longer, it finds no record afterwards
-            remove(f"{folder}/{record_name(index)}")
-            remove(path)
+        with _locked(fd, timeout_s) as locked:
+            yield locked
     except OSError as error:
         raise StorageError(path, error) from error
     finally:
