@@ -1,7 +1,8 @@
 """The local disk as a Store, through the page cache, with hints of what comes next.
 
 Reads are announced before their turn where the system does not read far ahead itself, and every write is sent on its way at
-once, so the disk works while we verify, hash and copy. Direct I/O was measured to be slower: memory that the disk has just filled or read is in no cache of ours.
+once, so the disk works while we verify, hash and copy. Direct I/O was measured to be slower: memory that the disk has just
+filled or read is in no cache of ours.
 """
 
 from __future__ import annotations
