@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,6 @@ FAR_BYTES = 2 << 20  # of reading ahead keep a disk busy; what the system reads 
 IN_FLIGHT_BYTES = 32 << 20  # of one file that are on their way to the disk; what has arrived leaves the page cache
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_ALL = 7  # wait for what is under way, write the rest, wait for that
-_NOW = getattr(os, "RWF_NOWAIT", 0)  # read what is in memory, or fail; 0 where that is unknown
 _VIEWS = 1024  # buffers that one call takes (IOV_MAX)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -45,21 +45,38 @@ def aligned(nbytes: int) -> Bytes:
     return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
 
 
-def _start_writing() -> Callable[[int, int, int, int], int] | None:
-    """Linux's sync_file_range, which has the kernel begin to write a range to disk; None elsewhere."""
-    found = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+def _system_call(name: str, *types: Any) -> Callable[..., int] | None:
+    """A function of the C library that Python does not know; None where there is none."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        found.argtypes = types
     return found
 
 
-_sync_file_range = _start_writing()
+_sync_file_range = _system_call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+"""Has the kernel begin to write a range to disk, or waits for it (Linux)."""
+_mincore = _system_call("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+"""Tells which pages of a mapping are in memory (not all systems; a file of somebody else's may count as there)."""
 
 
 def _send_on(fd: int, start: int, nbytes: int) -> None:
     """Send what was written on its way now, rather than all of it at the end. A hint: `fsync` is what makes it durable."""
     if _sync_file_range is not None:
         _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def _in_memory(fd: int, at: int) -> bool:
+    """Whether byte `at` of a file is in the page cache. Unlike a read that must not wait, it brings nothing there."""
+    assert _mincore is not None
+    page = mmap.ALLOCATIONGRANULARITY
+    try:
+        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ, offset=at // page * page) as mapped:
+            view, told = np.frombuffer(mapped, dtype=np.uint8), ctypes.create_string_buffer(1)
+            here = _mincore(view.ctypes.data, 1, told) == 0 and bool(told.raw[0] & 1)
+            del view  # a mapping in use can't be closed
+    except (OSError, ValueError):
+        return True  # a file that can't be mapped, or ends before
+    return here
 
 
 @cache
@@ -100,19 +117,17 @@ class LocalReader(Reader):
         except OSError as error:
             raise StorageError(full, error) from error
 
-    def prefetch(self, start: int, nbytes: int) -> bool:
-        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self._fd).st_dev) and not self._is_here(start, nbytes):
+    def prefetch(self, start: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self._fd).st_dev) and not self.is_here(start, nbytes):
             os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
-        return True
 
-    def _is_here(self, start: int, nbytes: int) -> bool:
+    def is_here(self, start: int, nbytes: int) -> bool:
         """Whether both ends of a range are in the page cache. Asking for all of it would look at every page."""
-        if not _NOW:
-            return False
-        try:
-            return all(os.preadv(self._fd, [bytearray(1)], at, _NOW) for at in (start, start + nbytes - 1))
-        except OSError:  # would have to wait, or a file system that can't tell
-            return False
+        return _mincore is None or all(_in_memory(self._fd, at) for at in (start, start + max(nbytes, 1) - 1))
+
+    def let_go(self, start: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, start: int, out: Bytes) -> None:
         self.read_parts(start, [out])

@@ -92,9 +92,15 @@ class Reader:
             self.read_into(start, part)
             start += part.nbytes
 
-    def prefetch(self, start: int, nbytes: int) -> bool:
-        """Have a range brought into memory in the background. True when reading it in small steps is then fastest."""
-        return False
+    def prefetch(self, start: int, nbytes: int) -> None:
+        """Have a range brought into memory in the background. A hint."""
+
+    def is_here(self, start: int, nbytes: int) -> bool:
+        """Whether a range is in this host's memory, so that no disk has to be asked; True where nobody can tell."""
+        return True
+
+    def let_go(self, start: int, nbytes: int) -> None:
+        """A range need not stay in this host's memory. A hint."""
 
     def __enter__(self) -> Reader:
         return self
@@ -109,8 +115,8 @@ class Store(ABC):
     url: str
     alignment: int = 1
     """Reads and writes that start, end and lie in memory at multiples of this many bytes are fastest."""
-    streams: int = 1
-    """Reads at a time that are fastest: one where order counts (a disk reads ahead), more where latency does."""
+    streams: int = 0
+    """Requests at a time that are fastest, each of some MiB. 0: a disk, which wants to be read in order, in small steps."""
 
     @abstractmethod
     def size(self, path: str) -> int:

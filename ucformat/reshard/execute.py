@@ -1,17 +1,16 @@
 """Carry out a read plan: large ordered reads on threads, checked, straight into the destination tensors.
 
-A *segment* is what one read contributes to one destination: bytes that go to bytes (flat), or a strided box. Segments are
-grouped into *tasks* of a few MiB of one file; each task is read, verified and scattered by one thread, so at most
-`threads` tasks are in flight.
+Each task is read, verified and scattered by one thread, so at most `threads` tasks are in flight. A thread takes a *run*
+of tasks: one where a store answers requests, many that follow one another where a disk is read in order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -23,34 +22,24 @@ from ucformat.box import Ints
 from ucformat.catalog import Catalog, Checks, row_major
 from ucformat.dtypes import DType
 from ucformat.errors import ChecksumError, DTypeMismatchError, ShapeMismatchError
+from ucformat.group import Group
 from ucformat.localdisk import aligned
 from ucformat.reshard.plan import TASK_BYTES, ReadPlan, arrange, cut
-from ucformat.storage import Bytes, Sheet
+from ucformat.reshard.tasks import Segment, Task, tasks
+from ucformat.reshard.wake import Wake
+from ucformat.storage import Bytes, Reader, Sheet
 
 AHEAD = 4  # tasks that are brought into memory before their turn
-GAP_BYTES = 64 << 10  # cheaper to read over than to start another read
+RUN_TASKS = 32  # that one thread reads in order: long enough for a disk to read ahead, short enough to end together
+DISK_THREADS = 2  # at least, where a disk is read: it has work while one of them hashes
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 4 << 20  # read and hashed while still in the cache that cores share
 DIRECT_BYTES = 16 << 10  # shorter segments cost less to copy than as one more buffer of a read
 WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-Segment = tuple[int, int, int]
-"""(piece, first byte, one past the last byte)."""
-
-
-@dataclass(slots=True)
-class _Task:
-    """Bytes [start, stop) of a file and the segments in them."""
-
-    file: int
-    start: int
-    stop: int
-    fresh: int
-    """First byte that no earlier task has read."""
-    cached: bool = False
-    """Being brought into memory by the system: read it where it is verified."""
-    segments: list[Segment] = field(default_factory=list)
+Run = list[Task]
+"""Tasks of one file, ascending."""
 
 
 def execute(
@@ -73,11 +62,7 @@ def execute(
     Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
     StorageError, naming file and bytes, while reading: the destinations are then partly filled.
     """
-    kept = Seen() if seen is None else seen
-    store = plan.catalog.store
-    _Execution(plan, dest, cast, kept, on_bytes, verify).run(threads or max(cores.share(), store.streams))
-    if seen is None and verify:
-        kept.complete(plan.catalog)
+    Reading(plan, dest, cast=cast, seen=seen, on_bytes=on_bytes, verify=verify).run(threads)
 
 
 class Seen:
@@ -120,21 +105,24 @@ def damaged(catalog: Catalog, file: int, found: Checks, wrong: int) -> ChecksumE
     return ChecksumError(where, start, stop, tensors_at(catalog, file, start, stop), found.algorithm)
 
 
-class _Execution:
-    """One run of a plan: what every thread needs to know."""
+class Reading:
+    """A plan that is about to be carried out: what every thread needs to know. See `execute`."""
 
     def __init__(
         self,
         plan: ReadPlan,
         dest: Sequence[torch.Tensor],
-        cast: bool,
-        seen: Seen,
-        on_bytes: Callable[[int], None] | None,
-        verify: bool,
+        *,
+        cast: bool = False,
+        seen: Seen | None = None,
+        on_bytes: Callable[[int], None] | None = None,
+        verify: bool = True,
     ) -> None:
+        """Raises ShapeMismatchError and DTypeMismatchError, and what loading checksums raises."""
         self.catalog = plan.catalog
         self.dest = [tensor.detach() for tensor in dest]
-        self.verify, self.on_bytes, self.seen = verify, on_bytes, seen
+        self.verify, self.on_bytes = verify, on_bytes
+        self.seen, self.last = seen or Seen(), seen is None
         self.kinds: list[DType] = [plan.catalog.tensors[i].kind for i in plan.wants.tensor]
         flat_dest = np.array([self._check(plan, i, cast) for i in range(len(dest))], dtype=bool)
         self.flat = _flat(plan, flat_dest)
@@ -150,6 +138,9 @@ class _Execution:
         self.ledgers: dict[int, sums.Ledger] = {}
         self.scratch = threading.local()
         self.failed = False
+        for file in np.unique(self.catalog.fragments.file[self.plan.fragment]).tolist():
+            self._load_checks(file)
+        self.tasks = tasks(self.plan, self.flat, self.checks)
 
     def _check(self, plan: ReadPlan, want: int, cast: bool) -> bool:
         """Whether bytes can go straight into destination `want`; raises when it does not fit."""
@@ -166,84 +157,79 @@ class _Execution:
             return False
         return tensor.device.type == "cpu" and tensor.is_contiguous()
 
-    def run(self, threads: int) -> None:
-        tasks = self._tasks()
-        count = min(threads, len(tasks))
-        waiting = iter(range(len(tasks)))
-        turn = threading.BoundedSemaphore(self.catalog.store.streams)
-        for task in tasks[:AHEAD]:
-            self._prefetch(task)
-        if count <= 1:
-            self._work(tasks, waiting, turn)
-            return
-        with ThreadPoolExecutor(count, thread_name_prefix="ucf-read") as pool:
+    def run(self, threads: int | None = None) -> None:
+        """`threads`: as many as suit by default, which is more where a disk has to be asked."""
+        self._read_all(threads or self._suiting(self.look()), None)
+
+    def run_once(self, here: Sequence[bool], group: Group) -> None:
+        """Run, and take out of the page cache what that brought there. Every rank of `group` calls, with what `look` told."""
+        with Wake(self.catalog, self.tasks, here) as wake:
+            wake.join(group)
+            with group.together(f"reading {self.catalog.store.url}"):
+                self._read_all(self._suiting(here), wake)
+
+    def look(self) -> list[bool]:
+        """Which tasks' bytes are in memory already. Raises what opening files raises."""
+        here = []
+        for file, of_file in groupby(self.tasks, key=attrgetter("file")):
+            with self._reader(file) as reader:
+                here += [reader.is_here(task.low, task.high - task.low) for task in of_file]
+        return here
+
+    def _suiting(self, here: Sequence[bool]) -> int:
+        """How many threads suit."""
+        least = DISK_THREADS if 2 * sum(here) < len(here) else 1
+        return self.catalog.store.streams or max(cores.share(), least)
+
+    def _read_all(self, threads: int, wake: Wake | None) -> None:
+        runs = self._runs(threads)
+        if min(threads, len(runs)) <= 1:
+            for run in runs:
+                self._read_run(run, wake)
+        else:
+            self._read_beside(runs, threads, wake)
+        if self.verify and self.last:
+            self.seen.complete(self.catalog)
+
+    def _read_beside(self, runs: Sequence[Run], threads: int, wake: Wake | None) -> None:
+        with ThreadPoolExecutor(threads, thread_name_prefix="ucf-read") as pool:
             try:
-                for future in [pool.submit(self._work, tasks, waiting, turn) for _ in range(count)]:
+                for future in [pool.submit(self._read_run, run, wake) for run in runs]:
                     future.result()
             except BaseException:
                 self.failed = True  # an interrupt reaches this thread alone
                 raise
 
-    def _work(self, tasks: list[_Task], waiting: Iterator[int], turn: AbstractContextManager[object]) -> None:
-        """Take tasks in file order and read each when it is its turn; verify and scatter beside the next one's reading."""
+    def _reader(self, file: int) -> Reader:
+        entry, store = self.catalog.files[file], self.catalog.store
+        return store.reader(entry.path) if entry.inline is None else Reader(store, entry.path)
+
+    def _runs(self, threads: int) -> list[Run]:
+        """Tasks that follow one another, of one file each."""
+        most = 1 if self.catalog.store.streams else max(1, min(RUN_TASKS, -(-len(self.tasks) // threads)))
+        runs: list[Run] = []
+        for _, group in groupby(self.tasks, key=attrgetter("file")):
+            of_file = list(group)
+            runs += [of_file[i : i + most] for i in range(0, len(of_file), most)]
+        return runs
+
+    def _read_run(self, run: Run, wake: Wake | None) -> None:
+        """Read, verify and scatter tasks in file order."""
         try:
-            while True:
-                with turn:
-                    number = None if self.failed else next(waiting, None)
-                    if number is None:
+            with self._reader(run[0].file) as reader, torch.no_grad():
+                for i, task in enumerate(run):
+                    if self.failed:
                         return
-                    if number + AHEAD < len(tasks):
-                        self._prefetch(tasks[number + AHEAD])
-                    data = self._fetch(tasks[number])
-                task = tasks[number]
-                with torch.no_grad():
-                    self._put(task, data)
-                if self.on_bytes is not None:
-                    self.on_bytes(sum(self._useful(*segment) for segment in task.segments))
+                    for later in run[: AHEAD + 1] if i == 0 else run[i + AHEAD : i + AHEAD + 1]:
+                        reader.prefetch(later.low, later.high - later.low)
+                    useful = self._read(task, reader)
+                    if self.on_bytes is not None:
+                        self.on_bytes(useful)
+                    if wake is not None:
+                        wake.passed(task, reader)
         except BaseException:
             self.failed = True  # the other threads stop with the task in hand
             raise
-
-    def _prefetch(self, task: _Task) -> None:
-        entry = self.catalog.files[task.file]
-        if entry.inline is None:
-            low, high = self._extent(task)
-            with self.catalog.store.reader(entry.path) as reader:
-                task.cached = reader.prefetch(low, high - low)
-
-    # -- tasks ---------------------------------------------------------------------------------------------------
-
-    def _tasks(self) -> list[_Task]:
-        tasks: list[_Task] = []
-        files = self.catalog.fragments.file[self.plan.fragment]
-        for file, piece, start, stop in self._segments(files):
-            task = tasks[-1] if tasks else None
-            if (
-                task is None
-                or task.file != file
-                or start - task.stop > GAP_BYTES
-                or max(stop, task.stop) - task.start > TASK_BYTES
-            ):
-                fresh = max(task.stop, task.fresh) if task is not None and task.file == file else 0
-                tasks.append(task := _Task(file, start, stop, max(fresh, start)))
-            task.stop = max(task.stop, stop)
-            task.segments.append((piece, start, stop))
-        for file in {task.file for task in tasks}:
-            self._load_checks(file)
-        return tasks
-
-    def _segments(self, files: NDArray[np.int32]) -> Iterator[tuple[int, int, int, int]]:
-        """(file, piece, start, stop), ascending; flat pieces longer than a task are cut at round file offsets."""
-        starts, stops = self.plan.start.tolist(), self.plan.stop.tolist()
-        for piece, (file, flat) in enumerate(zip(files.tolist(), self.flat.tolist(), strict=True)):
-            start, stop = starts[piece], stops[piece]
-            if not flat or stop - start <= TASK_BYTES:
-                yield file, piece, start, stop
-                continue
-            while start < stop:
-                upto = min(stop, (start // TASK_BYTES + 1) * TASK_BYTES)
-                yield file, piece, start, upto
-                start = upto
 
     def _load_checks(self, file: int) -> None:
         found, ledger = self.seen.of(self.catalog, file) if self.verify else (None, None)
@@ -253,47 +239,37 @@ class _Execution:
 
     # -- one task ------------------------------------------------------------------------------------------------
 
-    def _fetch(self, task: _Task) -> Bytes | None:
-        """The bytes of a task's extent in this thread's scratch memory; None when they are cached."""
-        entry = self.catalog.files[task.file]
-        if entry.inline is not None:
-            return np.frombuffer(entry.inline, dtype=np.uint8)[task.start : task.stop]
-        if task.cached:
-            return None
-        low, high = self._extent(task)
-        with self.catalog.store.reader(entry.path) as reader:
-            data = self._scratch(low, high - low)
-            reader.read_into(low, data)
-        return data
+    def _read(self, task: Task, reader: Reader) -> int:
+        """Read a task, verify it and put it where it belongs; the bytes that were wanted."""
+        inline = self.catalog.files[task.file].inline
+        if inline is not None:
+            self._put(task, np.frombuffer(inline, dtype=np.uint8)[task.start : task.stop], task.start)
+        elif self.catalog.store.streams:
+            data = self._scratch(task.low, task.high - task.low)
+            reader.read_into(task.low, data)
+            self._put(task, data, task.low)
+        else:
+            self._read_in_steps(task, reader)
+        return sum(self._useful(*segment) for segment in task.segments)
 
-    def _extent(self, task: _Task) -> tuple[int, int]:
-        """The bytes to read for a task: whole blocks where blocks have checksums."""
-        found = self.checks[task.file]
-        return (task.start, task.stop) if found is None else sums.widen(found, task.start, task.stop)
-
-    def _put(self, task: _Task, data: Bytes | None) -> None:
-        """Verify what was read for a task, or read it now, and put it where it belongs."""
-        if data is None:
-            self._read_cached(task)
-            return
-        low, high = self._extent(task) if self.catalog.files[task.file].inline is None else (task.start, task.stop)
+    def _put(self, task: Task, data: Bytes, low: int) -> None:
+        """Verify what was read for a task, the bytes of the file from `low` on, and put it where it belongs."""
         sheet = Sheet(low, data)
-        for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
+        for start, stop in sums.steps(self.checks[task.file], low, sheet.stop, VERIFY_BYTES):
             self._verify(task, sheet, start, stop)
         self._scatter(task.segments, data, low)
 
-    def _read_cached(self, task: _Task) -> None:
+    def _read_in_steps(self, task: Task, reader: Reader) -> None:
         """Read straight into the destinations where that is possible, the rest through scratch memory."""
-        low, high = self._extent(task)
+        low, high = task.low, task.high
         data = self._scratch(low, high - low)
         sheet, rest = self._sheet(task, data, low)
-        with self.catalog.store.reader(self.catalog.files[task.file].path) as reader:
-            for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
-                reader.read_parts(start, sheet.cut(start, stop))
-                self._verify(task, sheet, start, stop)
+        for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
+            reader.read_parts(start, sheet.cut(start, stop))
+            self._verify(task, sheet, start, stop)
         self._scatter(rest, data, low)
 
-    def _sheet(self, task: _Task, data: Bytes, low: int) -> tuple[Sheet, list[Segment]]:
+    def _sheet(self, task: Task, data: Bytes, low: int) -> tuple[Sheet, list[Segment]]:
         """Where the bytes of a task's extent from `low` go, of which `data` takes any; the segments to copy out of that."""
         sheet, rest, reached = Sheet(low), [], low
         segments = task.segments
@@ -325,7 +301,7 @@ class _Execution:
             buffer = self.scratch.buffer = aligned(max(nbytes + skew, TASK_BYTES + (1 << 20)))
         return buffer[skew : skew + nbytes]
 
-    def _verify(self, task: _Task, sheet: Sheet, start: int, stop: int) -> None:
+    def _verify(self, task: Task, sheet: Sheet, start: int, stop: int) -> None:
         """Compare the checksums of bytes [start, stop), or note them where ranges arrive in parts."""
         found = self.checks[task.file]
         if found is None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ucformat import formats
 from ucformat.box import Box
@@ -20,8 +19,8 @@ from ucformat.garbage import collected_later
 from ucformat.group import Group
 from ucformat.reshard import masters
 from ucformat.reshard.collect import Piece
-from ucformat.reshard.execute import execute
-from ucformat.reshard.plan import ReadPlan, plan, wants
+from ucformat.reshard.execute import Reading
+from ucformat.reshard.plan import plan, wants
 from ucformat.reshard.restore import Loading, prepare, restore
 
 
@@ -54,24 +53,23 @@ def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: L
     """Restore `into` from an open checkpoint; its step. Every rank of `group` calls it, with catalogs of one checkpoint."""
     where = catalog.store.url
     with collected_later():
-        loading, planned, dest = _plan(catalog, into, options, group)
-    with group.together(f"reading {where}"):
-        execute(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
+        loading, reading, here = _plan(catalog, into, options, group)
+    reading.run_once(here, group)
     with group.together(f"restoring from {where}"):
-        fresh = dest[len(dest) - len(loading.fresh) :]
+        fresh = reading.dest[len(reading.dest) - len(loading.fresh) :]
         restore(loading, dict(zip(loading.fresh, fresh, strict=True)))
     return catalog.notes.step
 
 
 def _plan(
     catalog: Catalog, into: MutableMapping[str, object], options: LoadOptions, group: Group
-) -> tuple[Loading, ReadPlan, list[torch.Tensor]]:
-    """What to read, and where it goes: live memory, then new tensors for `Loading.fresh`."""
+) -> tuple[Loading, Reading, list[bool]]:
+    """What to read into live memory, and then into new tensors for `Loading.fresh`; and what of it is in memory."""
     loading = prepare(into, catalog, group)
     pieces = masters.from_masters(_known(loading.pieces, catalog), catalog)
     _check_names(loading, catalog, options, group)
-    planned: ReadPlan | None = None
-    dest: list[torch.Tensor] = []
+    reading: Reading | None = None
+    here: list[bool] = []
     with group.together(f"planning {catalog.store.url}"):
         _check_kinds(pieces, catalog, cast=options.cast)
         wanted: list[tuple[str, Box | None]] = [(piece.spec.name, piece.box) for piece in pieces]
@@ -81,10 +79,12 @@ def _plan(
             wanted.append((name, None))
             dest.append(spec.kind.empty(spec.shape))
         planned = plan(catalog, wants(catalog, wanted))
+        reading = Reading(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
+        here = reading.look()
         if group.rank == 0:
             masters.tell(pieces, loading.names, catalog)
-    assert planned is not None
-    return loading, planned, dest
+    assert reading is not None
+    return loading, reading, here
 
 
 def _known(pieces: Sequence[Piece], catalog: Catalog) -> list[Piece]:
