@@ -6,25 +6,40 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from ucformat.dtypes import DTYPES
 from ucformat.image import Part
 from ucformat.reshard.fill import TensorFill
 from ucformat.snapshot import bubbles
-from ucformat.snapshot.bubbles import CopyPlan, Mode, Piece, Rates
+from ucformat.snapshot.bubbles import NEVER, CopyPlan, Mode, Pieces, Rates
 from ucformat.snapshot.copier import HostCopier, Outcome, Work
 from ucformat.snapshot.replay import Track
 from ucformat.storage import Bytes
 
 CHUNK = 1000  # bytes
 RATE = Rates(alone=1e5, beside=1e5)  # a chunk is planned to take 10 ms, and takes microseconds
+MODES: tuple[Mode, ...] = ("auto", "bubble", "overlap", "blocking")
 LONG = 1e6  # seconds: never comes within a test
 SOON_S = 0.1  # far longer than a copy that is due takes to be made
 PATIENCE_S = 20.0  # nothing here waits so long unless it is broken
+
+
+class Piece(NamedTuple):
+    """A row of `Pieces`."""
+
+    nbytes: int
+    ready: int = 0
+    deadline: int | None = None
+
+
+def columns(pieces: Sequence[Piece]) -> Pieces:
+    rows = [(piece.nbytes, piece.ready, NEVER if piece.deadline is None else piece.deadline) for piece in pieces]
+    return Pieces(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 
 @dataclass
@@ -83,11 +98,34 @@ class Rig:
         assert (outcome.finished, outcome.refused, len(self.done)) == (True, False, 1)
 
 
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[Track, list[Piece], Rates, Mode, float, int]:
+    """What a planner is asked: the step, pieces, rates, mode, margin and bytes of a chunk."""
+    n = draw(st.integers(0, 8))
+    parts = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.03, 0.2]), min_size=2 * n + 1, max_size=2 * n + 1))
+    edges = np.cumsum(np.array(parts))
+    found = Track(edges[0:-1:2], edges[1::2], float(edges[-1]))
+    pieces = []
+    for _ in range(draw(st.integers(0, 12))):
+        ready = draw(st.integers(0, n)) if draw(st.booleans()) else 0
+        deadline = draw(st.none() | st.integers(ready, n))
+        pieces.append(Piece(draw(st.sampled_from([0, 1, 1000, 1 << 20, 20 << 20, 300 << 20, (300 << 20) + 7])), ready, deadline))
+    rates = Rates(
+        draw(st.sampled_from([1e9, 10e9])),
+        draw(st.sampled_from([0.5e9, 5e9])),
+        draw(st.sampled_from([0.0, 50e-6])),
+        draw(st.sampled_from([0.0, 200e-6])),
+        draw(st.sampled_from([0.0, 0.3])),
+    )
+    chunk_bytes = draw(st.sampled_from([100_000, 1 << 20, 4 << 20]))
+    return found, pieces, rates, draw(st.sampled_from(MODES)), draw(st.sampled_from([0.0, 0.1, 0.5])), chunk_bytes
+
+
 @contextmanager
 def rig(pieces: Sequence[Piece], track: Track, mode: Mode, rates: Rates = RATE, *, record: bool = True) -> Iterator[Rig]:
     generator = torch.Generator().manual_seed(len(pieces))
     live = [torch.randint(0, 256, (p.nbytes,), dtype=torch.uint8, generator=generator) for p in pieces]
-    plan = bubbles.plan(track, pieces, rates, mode, margin=0.0, chunk_bytes=CHUNK)
+    plan = bubbles.plan(track, columns(pieces), rates, mode, margin=0.0, chunk_bytes=CHUNK)
     made = Rig(plan, live, [np.zeros(p.nbytes, dtype=np.uint8) for p in pieces], HostCopier(record=record))
     made.hold.set()
     try:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan, Mode, Piece, Rates, plan
+from tests.snapshot.rigs import MODES, Piece, columns, questions
+from ucformat.snapshot import bubbles
+from ucformat.snapshot.bubbles import CHUNK_BYTES, EXPOSED, MARGIN, OVERLAP, CopyPlan, Mode, Rates
 from ucformat.snapshot.replay import Times, Track, replay
 from ucformat.snapshot.schedule import one_f_one_b
 from ucformat.snapshot.torchlists import named
 
 MIB = 1 << 20
 RATES = Rates(alone=10e9, beside=5e9, chunk=20e-6)
-MODES: tuple[Mode, ...] = ("auto", "bubble", "overlap", "blocking")
 
 
 def track(rank: int) -> Track:
     """One of two ranks under 1F1B, 8 microbatches, forwards of 30 ms and backwards of 60."""
     return replay(one_f_one_b(2, 8), Times.uniform(2, 0.03, 0.03, 0.03)).tracks[rank]
+
+
+def plan(
+    track: Track,
+    pieces: Sequence[Piece],
+    rates: Rates,
+    mode: Mode = "auto",
+    *,
+    margin: float = MARGIN,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> CopyPlan:
+    return bubbles.plan(track, columns(pieces), rates, mode, margin=margin, chunk_bytes=chunk_bytes)
 
 
 def check_whole(plan: CopyPlan) -> None:
@@ -31,7 +45,7 @@ def check_whole(plan: CopyPlan) -> None:
     assert (start[first] == 0).all()
     assert (start[~first] == stop[~last]).all()
     assert dict(zip(piece[last].tolist(), stop[last].tolist(), strict=True)) == {
-        at: piece.nbytes for at, piece in enumerate(plan.pieces) if piece.nbytes
+        at: nbytes for at, nbytes in enumerate(plan.pieces.nbytes.tolist()) if nbytes
     }
     assert (stop > start).all()
 
@@ -40,14 +54,14 @@ def check_times(plan: CopyPlan, track: Track) -> None:
     """Nothing before its state is final; nothing but what training waits for after its deadline."""
     n = len(track.start)
     for at in range(len(plan)):
-        piece = plan.pieces[plan.piece[at]]
-        assert plan.begin[at] >= track.ready()[piece.ready]
+        ready, deadline = (int(column[plan.piece[at]]) for column in (plan.pieces.ready, plan.pieces.deadline))
+        assert plan.begin[at] >= track.ready()[ready]
         if plan.window[at] != EXPOSED:
-            assert plan.end[at] <= track.deadline()[n if piece.deadline is None else piece.deadline] + 1e-9
+            assert plan.end[at] <= track.deadline()[min(deadline, n)] + 1e-9
         if plan.window[at] >= 0:
             window = plan.windows[plan.window[at]]
-            assert window.before is None or piece.deadline is None or window.before <= piece.deadline
-            assert (window.before if window.before is not None else n) >= piece.ready
+            assert (n if window.before is None else window.before) <= deadline
+            assert (window.before if window.before is not None else n) >= ready
 
 
 def check_windows(plan: CopyPlan, rates: Rates, margin: float) -> None:
@@ -81,28 +95,6 @@ def simulate(plan: CopyPlan, rates: Rates) -> float:
         assert clock <= plan.end[row] + 1e-9  # the pace can be kept
     rest = plan.window == EXPOSED
     return late + float((rates.chunk + (plan.stop - plan.start)[rest] / rates.alone).sum())
-
-
-@st.composite
-def questions(draw: st.DrawFn) -> tuple[Track, list[Piece], Rates, Mode, float, int]:
-    n = draw(st.integers(0, 8))
-    parts = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.03, 0.2]), min_size=2 * n + 1, max_size=2 * n + 1))
-    edges = np.cumsum(np.array(parts))
-    found = Track(edges[0:-1:2], edges[1::2], float(edges[-1]))
-    pieces = []
-    for _ in range(draw(st.integers(0, 6))):
-        ready = draw(st.integers(0, n)) if draw(st.booleans()) else 0
-        deadline = draw(st.none() | st.integers(ready, n))
-        pieces.append(Piece(draw(st.sampled_from([0, 1, 1000, MIB, 20 * MIB, 300 * MIB, 300 * MIB + 7])), ready, deadline))
-    rates = Rates(
-        draw(st.sampled_from([1e9, 10e9])),
-        draw(st.sampled_from([0.5e9, 5e9])),
-        draw(st.sampled_from([0.0, 50e-6])),
-        draw(st.sampled_from([0.0, 200e-6])),
-        draw(st.sampled_from([0.0, 0.3])),
-    )
-    chunk_bytes = draw(st.sampled_from([100_000, MIB, 4 * MIB]))
-    return found, pieces, rates, draw(st.sampled_from(MODES)), draw(st.sampled_from([0.0, 0.1, 0.5])), chunk_bytes
 
 
 @given(questions())
@@ -207,6 +199,14 @@ def test_pieces_that_change_early_go_first_and_late_ones_wait() -> None:
     assert set(found.window[found.piece == 3].tolist()) == {EXPOSED}  # final only when the optimizer begins
     first, second = found.begin[found.piece == 0].min(), found.begin[found.piece == 1].max()
     assert second < first
+
+
+def test_what_is_final_late_goes_before_what_has_room_earlier() -> None:
+    step = Track(np.array([0.0, 0.15]), np.array([0.1, 0.16]), 0.16)  # idle: 50 ms behind the first action
+    found = plan(step, [Piece(300 * MIB), Piece(400 * MIB, ready=1)], RATES)
+    assert found.exposed == 0
+    assert set(found.window[found.piece == 1].tolist()) == {0}
+    assert OVERLAP in found.window[found.piece == 0]
 
 
 def test_a_piece_due_before_any_window_is_exposed_at_its_deadline() -> None:

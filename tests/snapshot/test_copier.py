@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.snapshot.rigs import LONG, PATIENCE_S, SOON_S, meanwhile, rig, track
+from tests.snapshot.rigs import LONG, PATIENCE_S, SOON_S, Piece, columns, meanwhile, rig, track
 from ucformat.image import Part
-from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, Mode, Piece
+from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, Mode
 from ucformat.snapshot.copier import Outcome
 from ucformat.snapshot.replay import Track
 from ucformat.storage import Bytes
@@ -115,7 +115,7 @@ def test_exposed_chunks_wait_for_the_deadline() -> None:
 def test_exposed_chunks_let_those_of_windows_go_first() -> None:
     with rig([Piece(1000, deadline=0), Piece(1000)], track(0.005, 1.0, LONG / 2, LONG, seconds=LONG), "bubble") as at:
         assert at.plan.window.tolist() == [EXPOSED, 1]  # position 0 has a window that is too short
-        at.plan = replace(at.plan, pieces=(Piece(1000), Piece(1000)))
+        at.plan = replace(at.plan, pieces=columns([Piece(1000), Piece(1000)]))
         at.copier.begin(at.work)
         at.copier.opened(1)
         assert at.reached(1)

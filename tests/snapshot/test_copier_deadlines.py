@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.snapshot.rigs import LONG, PATIENCE_S, SOON_S, Rig, meanwhile, rig, track
+from tests.snapshot.rigs import LONG, PATIENCE_S, SOON_S, Piece, Rig, meanwhile, rig, track
 from ucformat.image import Part
-from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, Mode, Piece, Rates
+from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, Mode, Rates
 from ucformat.snapshot.clock import StepClock
 from ucformat.snapshot.replay import Track
 from ucformat.storage import Bytes

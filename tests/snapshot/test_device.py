@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.snapshot.rigs import Piece, columns
 from tests.snapshot.simulated import SimDevice, position
 from ucformat.errors import UnsupportedError
 from ucformat.snapshot import bubbles
-from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan, Mode, Piece, Rates
+from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan, Mode, Pieces, Rates
 from ucformat.snapshot.copier import HostCopier
 from ucformat.snapshot.device import DeviceCopier, copier_for, known
 from ucformat.snapshot.flight import DeviceWork, LateOutcome
@@ -78,7 +79,7 @@ class Loop:
         )
 
     def plan(self, mode: Mode, rate: float = 1e5) -> CopyPlan:
-        pieces = [Piece(tensor.nbytes) for tensor in self.state]
+        pieces = Pieces.lasting(np.array([tensor.nbytes for tensor in self.state]))
         return bubbles.plan(self.track, pieces, Rates(alone=rate, beside=rate), mode, chunk_bytes=CHUNK)
 
     def compute(self, copier: DeviceCopier, *, slow: bool = False) -> None:
@@ -245,7 +246,7 @@ def test_a_piece_is_copied_between_the_action_that_makes_it_and_the_one_that_cha
     times = track(5)
     made = device.tensor(torch.rand(600))
     copier = DeviceCopier([device])
-    pieces = [Piece(made.nbytes, ready=2, deadline=4)]
+    pieces = columns([Piece(made.nbytes, ready=2, deadline=4)])
     plan = bubbles.plan(times, pieces, Rates(alone=rate, beside=rate), mode, chunk_bytes=CHUNK)
     place = np.zeros(made.nbytes, dtype=np.uint8)
     right: list[bool] = []
@@ -279,7 +280,7 @@ def test_each_device_orders_the_copies_of_its_own_pieces(device: SimDevice) -> N
     for mode in MODES:
         plan = bubbles.plan(
             loop.track,
-            [Piece(tensor.nbytes) for tensor in (*loop.state, *elsewhere.state)],
+            Pieces.lasting(np.array([tensor.nbytes for tensor in (*loop.state, *elsewhere.state)])),
             Rates(alone=1e5, beside=1e5),
             mode,
             chunk_bytes=CHUNK,

@@ -14,8 +14,8 @@ from math import isfinite
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ucformat.box import Ints
 from ucformat.snapshot.replay import Floats, Track, Window
 
 Mode = Literal["auto", "bubble", "overlap", "blocking"]
@@ -25,20 +25,27 @@ Taken = Literal["bubble", "bubble+overlap", "overlap", "blocking"]
 
 OVERLAP = -1  # in `CopyPlan.window`: beside compute
 EXPOSED = -2  # in `CopyPlan.window`: while training waits
+NEVER = 1 << 62  # in `Pieces.deadline`: a position that no action has
 CHUNK_BYTES = 4 << 20  # a copy can't be stopped once begun: this bounds by how much the last one may overrun its window
 MARGIN = 0.1  # of a window, kept free: stage times vary by some per cent from step to step
 PACES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)  # over the slowest even pace: chunks and deadlines may need more
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Contiguous bytes to copy in every step, at positions of this rank's action list."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Contiguous bytes to copy in every step, at positions of this rank's action list. Columns: a state has thousands."""
 
-    nbytes: int
-    ready: int = 0
-    """Final once every action before this position has ended; 0 from the end of the optimizer step on."""
-    deadline: int | None = None
-    """Must be copied before the action at this position begins; None before the next optimizer step."""
+    nbytes: Ints
+    """(P,)."""
+    ready: Ints
+    """(P,) final once every action before this position has ended; 0 from the end of the optimizer step on."""
+    deadline: Ints
+    """(P,) to be copied before the action at this position begins; NEVER: before the next optimizer step."""
+
+    @classmethod
+    def lasting(cls, nbytes: Ints) -> Pieces:
+        """Pieces that change in the optimizer step alone."""
+        return cls(nbytes, np.zeros_like(nbytes), np.full_like(nbytes, NEVER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +73,15 @@ class CopyPlan:
     taken: Taken
     reason: str
     """Why this mode, for reports."""
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
     windows: tuple[Window, ...]
-    piece: NDArray[np.int64]
+    piece: Ints
     """(C,) index into `pieces`."""
-    start: NDArray[np.int64]
+    start: Ints
     """(C,) first byte within the piece."""
-    stop: NDArray[np.int64]
+    stop: Ints
     """(C,) one past the last byte."""
-    window: NDArray[np.int64]
+    window: Ints
     """(C,) index into `windows`, or OVERLAP, or EXPOSED."""
     begin: Floats
     """(C,) seconds into the step; exposed chunks follow their deadline (their readiness when everything blocks)."""
@@ -111,58 +118,65 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes [start, stop) of a piece in chunks of equal size (the last may be shorter), one after the other from `begin`."""
+class _Stretch:
+    """Chunks [first, last) that are final at one moment and due at another."""
 
-    piece: int
-    start: int
-    stop: int
+    first: int
+    last: int
+    ready: float
+    due: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Chunks [first, last), one after the other from `begin`."""
+
+    first: int
+    last: int
     window: int
     begin: float
-    speed: _Speed
+    clock: Floats
+    """(C + 1,) seconds at which each chunk would begin if all of them were copied at this speed from 0 on."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Speed:
-    """Seconds that a chunk takes: what it costs, or longer to keep to `limit`."""
-
-    rate: float
-    chunk: float
-    limit: float = float("inf")
-
-    def seconds(self, nbytes: int) -> float:
-        return max(self.chunk + nbytes / self.rate, nbytes / self.limit)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """The question: what `plan` was asked, with positions turned into seconds."""
+    """The question: what `plan` was asked, cut to chunks, with positions turned into seconds."""
 
     track: Track
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
     rates: Rates
     margin: float
     chunk_bytes: int
-    ready: Floats
-    deadline: Floats
     windows: tuple[Window, ...]
+    piece: Ints
+    """(C,) as in `CopyPlan`, but in the order in which chunks are due."""
+    start: Ints
+    stop: Ints
+    stretches: tuple[_Stretch, ...]
+    """All chunks, in order."""
+
+    def clock(self, rate: float, limit: float = float("inf")) -> Floats:
+        """`_Run.clock` at `rate`, or slower to keep to `limit`, both in bytes per second."""
+        size = self.stop - self.start
+        return np.concatenate([np.zeros(1), np.cumsum(np.maximum(self.rates.chunk + size / rate, size / limit))])
 
 
 def plan(
     track: Track,
-    pieces: Sequence[Piece],
+    pieces: Pieces,
     rates: Rates,
     mode: Mode = "auto",
     *,
     margin: float = MARGIN,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> CopyPlan:
-    """Lay `pieces` into one rank's step. Earlier deadlines go first, pieces of equal deadline in the given order.
+    """Lay `pieces` into one rank's step. Earlier deadlines go first, then what is final later, then the given order.
 
     `margin` is the part of every window that stays free. Without windows `bubble` means `overlap`. Raises ValueError for
     sizes, positions or rates that make no sense.
     """
-    job = _job(track, tuple(pieces), rates, margin, chunk_bytes)
+    job = _job(track, pieces, rates, margin, chunk_bytes)
     if mode == "blocking":
         return _blocking(job, "asked for")
     if mode == "overlap":
@@ -171,7 +185,7 @@ def plan(
         return _bubble(job, "asked for")
     if not job.windows:
         return _least((make(job, "the step has no idle windows") for make in (_beside, _blocking)), mode)
-    idle, total = track.idle, sum(piece.nbytes for piece in job.pieces)
+    idle, total = track.idle, int(pieces.nbytes.sum())
     told = f"{total / 2**20:.1f} MiB for {len(job.windows)} windows of {idle * 1e3:.1f} ms in all"
     return _least((make(job, told) for make in (_bubble, _both, _beside, _blocking)), mode)
 
@@ -192,20 +206,29 @@ def _least(choice: Iterable[CopyPlan], mode: Mode) -> CopyPlan:
     return replace(found, reason=f"{why}: {found.reason}")
 
 
-def _job(track: Track, pieces: tuple[Piece, ...], rates: Rates, margin: float, chunk_bytes: int) -> _Job:
+def _job(track: Track, pieces: Pieces, rates: Rates, margin: float, chunk_bytes: int) -> _Job:
     known = (rates.alone, rates.beside, _waiting(rates), rates.chunk, rates.opening, rates.slowdown)
     if not (all(map(isfinite, known)) and min(known[:3]) > 0 and min(known[3:]) >= 0):
         raise ValueError(f"rates must be finite and positive: {rates}")
     if not 0 <= margin < 1 or chunk_bytes < 1:
         raise ValueError(f"a margin of {margin} and chunks of {chunk_bytes} bytes make no plan")
     n = len(track.start)
-    last = [n if piece.deadline is None else piece.deadline for piece in pieces]
-    for piece, deadline in zip(pieces, last, strict=True):
-        if piece.nbytes < 0 or not 0 <= piece.ready <= deadline <= n:
-            raise ValueError(f"{piece} does not fit a list of {n} actions")
-    ready = track.ready()[np.array([piece.ready for piece in pieces], dtype=np.int64)]
-    due = track.deadline()[np.array(last, dtype=np.int64)]
-    return _Job(track, pieces, rates, margin, chunk_bytes, ready, due, track.windows())
+    last = np.where(pieces.deadline == NEVER, n, pieces.deadline)
+    wrong = (pieces.nbytes < 0) | (pieces.ready < 0) | (pieces.ready > last) | (last > n)
+    if wrong.any():
+        nbytes, final, due_at = (int(column[wrong][0]) for column in (pieces.nbytes, pieces.ready, pieces.deadline))
+        raise ValueError(f"{nbytes} bytes from position {final} to {due_at}: that does not fit a list of {n} actions")
+    ready, due = track.ready()[pieces.ready], track.deadline()[last]
+    order = np.lexsort((-ready, due))  # what is final late has fewer places to go to
+    count = -(-pieces.nbytes[order] // chunk_bytes)
+    piece = np.repeat(order, count)
+    start = (np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)) * chunk_bytes
+    stop = np.minimum(start + chunk_bytes, pieces.nbytes[piece])
+    ready, due = ready[piece], due[piece]
+    cuts = np.flatnonzero((np.diff(ready) != 0) | (np.diff(due) != 0)) + 1
+    edges = [0, *cuts.tolist(), len(piece)] if len(piece) else []
+    stretches = tuple(_Stretch(a, b, float(ready[a]), float(due[a])) for a, b in pairwise(edges))
+    return _Job(track, pieces, rates, margin, chunk_bytes, track.windows(), piece, start, stop, stretches)
 
 
 def _waiting(rates: Rates) -> float:
@@ -214,130 +237,118 @@ def _waiting(rates: Rates) -> float:
 
 def _bubble(job: _Job, why: str) -> CopyPlan:
     """Windows alone; what does not fit is exposed."""
-    runs = _in_windows(job)
-    return _answer(job, "bubble", runs, 0.0, why)
+    runs, done = _in_windows(job)
+    return _answer(job, "bubble", runs, done, 0.0, why)
 
 
 def _both(job: _Job, why: str) -> CopyPlan:
     """Windows first, the rest beside compute between them."""
-    runs = _in_windows(job)
+    runs, done = _in_windows(job)
     edges = [0.0, *(edge for window in job.windows for edge in (window.start, window.stop)), job.track.seconds]
-    more, limit = _throttled(job, _left(job, runs), list(zip(edges[::2], edges[1::2], strict=True)))
-    return _answer(job, "bubble+overlap", [*runs, *more], limit, why)
+    more, planned, limit = _throttled(job, done, list(zip(edges[::2], edges[1::2], strict=True)))
+    return _answer(job, "bubble+overlap", [*runs, *more], planned, limit, why)
 
 
 def _beside(job: _Job, why: str) -> CopyPlan:
     """All through the step, whatever runs."""
-    runs, limit = _throttled(job, _left(job, []), [(0.0, job.track.seconds)])
-    return _answer(job, "overlap", runs, limit, why)
+    runs, done, limit = _throttled(job, _none(job), [(0.0, job.track.seconds)])
+    return _answer(job, "overlap", runs, done, limit, why)
 
 
 def _blocking(job: _Job, why: str) -> CopyPlan:
     """While training waits."""
-    return _answer(job, "blocking", [], 0.0, why)
+    return _answer(job, "blocking", [], _none(job), 0.0, why)
 
 
-def _in_windows(job: _Job) -> list[_Run]:
+def _none(job: _Job) -> list[int]:
+    """By stretch, its first chunk that is not planned: nothing is yet."""
+    return [stretch.first for stretch in job.stretches]
+
+
+def _in_windows(job: _Job) -> tuple[list[_Run], list[int]]:
     slots = [
         _Slot(w.start + job.rates.opening, w.stop, w.seconds * (1 - job.margin) - job.rates.opening, at)
         for at, w in enumerate(job.windows)
     ]
-    return _pack(job, _left(job, []), slots, _Speed(job.rates.alone, job.rates.chunk))
+    return _pack(job, _none(job), slots, job.clock(job.rates.alone))
 
 
-def _throttled(job: _Job, left: NDArray[np.int64], spans: Sequence[tuple[float, float]]) -> tuple[list[_Run], float]:
-    """Copies beside compute within `spans`, at the slowest pace that leaves nothing over; and that pace, bytes per second."""
-    cuts = np.unique(np.r_[job.ready[left < _sizes(job)], job.deadline[left < _sizes(job)]])
+def _throttled(job: _Job, done: Sequence[int], spans: Sequence[tuple[float, float]]) -> tuple[list[_Run], Sequence[int], float]:
+    """Copies beside compute within `spans`, at the slowest pace that leaves nothing over; what is planned then; that pace."""
+    left = [(at, stretch) for at, stretch in zip(done, job.stretches, strict=True) if at < stretch.last]
+    cuts = sorted({when for _, stretch in left for when in (stretch.ready, stretch.due)})
     slots = []
     for begin, end in spans:
-        edges = [begin, *cuts[(cuts > begin) & (cuts < end)].tolist(), end]
+        edges = [begin, *(cut for cut in cuts if begin < cut < end), end]
         slots += [_Slot(a, b, (b - a) * (1 - job.margin), OVERLAP) for a, b in pairwise(edges) if b > a]
-    nbytes, seconds = int((_sizes(job) - left).sum()), sum(slot.room for slot in slots)
-    full = _Speed(job.rates.beside, job.rates.chunk)
+    nbytes = sum(int((job.stop - job.start)[at : stretch.last].sum()) for at, stretch in left)
+    seconds = sum(slot.room for slot in slots)
     if not nbytes or seconds <= 0:
-        return [], 0.0
-    top = job.chunk_bytes / full.seconds(job.chunk_bytes)
+        return [], done, 0.0
+    top = job.chunk_bytes / (job.rates.chunk + job.chunk_bytes / job.rates.beside)
     for pace in PACES:
         limit = pace * nbytes / seconds
         if limit >= top:
             break
-        runs = _pack(job, left, slots, _Speed(job.rates.beside, job.rates.chunk, limit))
-        if sum(run.stop - run.start for run in runs) == nbytes:
-            return runs, limit
-    return _pack(job, left, slots, full), job.rates.beside
+        runs, planned = _pack(job, done, slots, job.clock(job.rates.beside, limit))
+        if all(at == stretch.last for at, stretch in zip(planned, job.stretches, strict=True)):
+            return runs, planned, limit
+    return *_pack(job, done, slots, job.clock(job.rates.beside)), job.rates.beside
 
 
-def _pack(job: _Job, left: NDArray[np.int64], slots: Sequence[_Slot], speed: _Speed) -> list[_Run]:
-    """Fill `slots` in time order, always with the piece that is due first among those that are final.
+def _pack(job: _Job, done: Sequence[int], slots: Sequence[_Slot], clock: Floats) -> tuple[list[_Run], list[int]]:
+    """Fill `slots` in time order, always with what is due first of what is final, from the chunks on that `done` tells.
 
-    `left` is (pieces,) bytes from the front of each piece that are planned already.
+    Gives the runs, and by stretch its first chunk that is not planned then.
     """
-    done = left.copy()
-    waiting = sorted(np.flatnonzero(done < _sizes(job)).tolist(), key=lambda i: (-job.ready[i], -i))
-    due: list[tuple[float, int]] = []
+    planned, stretches = list(done), job.stretches
+    waiting = sorted(range(len(stretches)), key=lambda at: -stretches[at].ready)
+    due: list[int] = []  # stretches are in the order of their deadlines
     runs: list[_Run] = []
     for slot in slots:
-        while waiting and job.ready[waiting[-1]] <= slot.start:
-            piece = waiting.pop()
-            heapq.heappush(due, (float(job.deadline[piece]), piece))
+        while waiting and stretches[waiting[-1]].ready <= slot.start:
+            heapq.heappush(due, waiting.pop())
         used = 0.0
         while due:
-            deadline, piece = due[0]
-            if deadline >= slot.stop:
-                count, seconds = _fit(job, int(done[piece]), job.pieces[piece].nbytes, slot.room - used, speed)
-                if count:
-                    runs.append(_Run(piece, int(done[piece]), int(done[piece]) + count, slot.window, slot.start + used, speed))
-                    done[piece] += count
-                    used += seconds
-                if done[piece] < job.pieces[piece].nbytes:
+            at = due[0]
+            first, stretch = planned[at], stretches[at]
+            if stretch.due >= slot.stop:
+                fit = int(np.searchsorted(clock, clock[first] + max(slot.room - used, 0.0), side="right")) - 1
+                last = min(fit, stretch.last)
+                if last > first:
+                    runs.append(_Run(first, last, slot.window, slot.start + used, clock))
+                    used += float(clock[last] - clock[first])
+                    planned[at] = last
+                if last < stretch.last:
                     break  # the slot is full, but for a sliver
             heapq.heappop(due)
-    return runs
+    return runs, planned
 
 
-def _fit(job: _Job, start: int, stop: int, room: float, speed: _Speed) -> tuple[int, float]:
-    """How many bytes from `start` on fit into `room` seconds in whole chunks, and the seconds that they take."""
-    whole = speed.seconds(job.chunk_bytes)
-    count, tail = divmod(stop - start, job.chunk_bytes)
-    fits = min(count, int(max(room, 0.0) / whole))
-    nbytes, seconds = fits * job.chunk_bytes, fits * whole
-    if fits == count and tail and seconds + speed.seconds(tail) <= room:
-        return nbytes + tail, seconds + speed.seconds(tail)
-    return nbytes, seconds
-
-
-def _sizes(job: _Job) -> NDArray[np.int64]:
-    return np.array([piece.nbytes for piece in job.pieces], dtype=np.int64)
-
-
-def _left(job: _Job, runs: Sequence[_Run]) -> NDArray[np.int64]:
-    """(pieces,) bytes from the front of each piece that `runs` copy."""
-    done = np.zeros(len(job.pieces), dtype=np.int64)
-    for run in runs:
-        done[run.piece] = max(done[run.piece], run.stop)
-    return done
-
-
-def _rest(job: _Job, done: NDArray[np.int64], *, first: bool) -> list[_Run]:
+def _rest(job: _Job, done: Sequence[int], *, first: bool) -> list[_Run]:
     """What is copied while training waits: at the first possible moment, or at the last."""
-    speed = _Speed(_waiting(job.rates), job.rates.chunk)
-    when = job.ready if first else job.deadline
-    clock = 0.0
-    runs = []
-    for piece in sorted(np.flatnonzero(done < _sizes(job)).tolist(), key=lambda i: (when[i], i)):
-        start, stop = int(done[piece]), job.pieces[piece].nbytes
-        clock = max(clock, float(when[piece]))
-        runs.append(_Run(piece, start, stop, EXPOSED, clock, speed))
-        count, tail = divmod(stop - start, job.chunk_bytes)
-        clock += count * speed.seconds(job.chunk_bytes) + (speed.seconds(tail) if tail else 0.0)
+    clock = job.clock(_waiting(job.rates))
+    left = [
+        (stretch.ready if first else stretch.due, at, stretch.last)
+        for at, stretch in zip(done, job.stretches, strict=True)
+        if at < stretch.last
+    ]
+    time, runs = 0.0, []
+    for when, at, last in sorted(left):
+        time = max(time, when)
+        runs.append(_Run(at, last, EXPOSED, time, clock))
+        time += float(clock[last] - clock[at])
     return runs
 
 
-def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], limit: float, why: str) -> CopyPlan:
+def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], done: Sequence[int], limit: float, why: str) -> CopyPlan:
     """The plan of these runs and of the exposed rest, as columns."""
-    rest = _rest(job, _left(job, runs), first=taken == "blocking")
-    piece, start, stop, window, begin, end = _chunks([*runs, *rest], job.chunk_bytes)
-    size, idle = stop - start, sum(w.seconds for w in job.windows)
+    size, idle = job.stop - job.start, sum(w.seconds for w in job.windows)
+    window, begin, end = np.empty_like(size), np.empty(len(size)), np.empty(len(size))
+    for run in (*runs, *_rest(job, done, first=taken == "blocking")):
+        times = run.begin + (run.clock[run.first : run.last + 1] - run.clock[run.first])
+        begin[run.first : run.last], end[run.first : run.last] = times[:-1], times[1:]
+        window[run.first : run.last] = run.window
     exposed = float((job.rates.chunk + size[window == EXPOSED] / _waiting(job.rates)).sum())
     overlapped = float((job.rates.chunk + size[window == OVERLAP] / job.rates.beside).sum())
     inside = float((end - begin)[window >= 0].sum())
@@ -349,9 +360,9 @@ def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], limit: float, why: st
         f"{told}, {inside * 1e3:.1f} ms in windows, {overlapped * 1e3:.1f} ms beside compute",
         job.pieces,
         job.windows,
-        piece[order],
-        start[order],
-        stop[order],
+        job.piece[order],
+        job.start[order],
+        job.stop[order],
         window[order],
         begin[order],
         end[order],
@@ -361,24 +372,3 @@ def _answer(job: _Job, taken: Taken, runs: Sequence[_Run], limit: float, why: st
         overlapped * job.rates.slowdown * busy,
         inside / idle if idle else 0.0,
     )
-
-
-Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Floats, Floats]
-
-
-def _chunks(runs: Sequence[_Run], chunk_bytes: int) -> Columns:
-    """(piece, start, stop, window, begin, end) of every chunk of `runs`."""
-    first = np.array([run.start for run in runs], dtype=np.int64)
-    last = np.array([run.stop for run in runs], dtype=np.int64)
-    count = -(-(last - first) // chunk_bytes)
-    of = np.repeat(np.arange(len(runs)), count)
-    step = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    start = first[of] + step * chunk_bytes
-    stop = np.minimum(start + chunk_bytes, last[of])
-    speed = np.array([(run.speed.rate, run.speed.chunk, run.speed.limit) for run in runs], dtype=np.float64).reshape(-1, 3)[of]
-    seconds = np.maximum(speed[:, 1] + (stop - start) / speed[:, 0], (stop - start) / speed[:, 2])
-    whole = np.array([run.speed.seconds(chunk_bytes) for run in runs], dtype=np.float64)[of]
-    begin = np.array([run.begin for run in runs], dtype=np.float64)[of] + step * whole
-    piece = np.array([run.piece for run in runs], dtype=np.int64)[of]
-    window = np.array([run.window for run in runs], dtype=np.int64)[of]
-    return piece, start, stop, window, begin, begin + seconds

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucformat.image import Fill, Part
-from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan
+from ucformat.snapshot.bubbles import EXPOSED, NEVER, OVERLAP, CopyPlan
 from ucformat.snapshot.clock import Span, now
 from ucformat.storage import Bytes
 
-NEVER = 1 << 62  # a deadline that no action has
 POLL_S = 0.0005  # between two looks whether the place of a version is free: far shorter than any window worth filling
 
 
@@ -82,15 +81,15 @@ class _Gates:
 
     @classmethod
     def of(cls, plan: CopyPlan) -> _Gates:
-        deadlines = [NEVER if piece.deadline is None else piece.deadline for piece in plan.pieces]
+        pieces = plan.pieces
         return cls(
             plan,
             np.argsort(plan.window == EXPOSED, kind="stable"),
             {0 if window.after is None else window.after + 1: i for i, window in enumerate(plan.windows)},
-            np.array([piece.ready for piece in plan.pieces], dtype=np.int64),
-            any(piece.ready for piece in plan.pieces),
-            np.array(deadlines, dtype=np.int64),
-            tuple(sorted({*deadlines, NEVER})),
+            pieces.ready,
+            bool(pieces.ready.any()),
+            pieces.deadline,
+            (*np.unique(pieces.deadline[pieces.deadline != NEVER]).tolist(), NEVER),
         )
 
     def next_due(self, position: int) -> int:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ucformat.box import Ints
 from ucformat.errors import UnsupportedError
-from ucformat.snapshot.bubbles import EXPOSED, CopyPlan
-from ucformat.snapshot.copier import NEVER, HostCopier, Outcome
+from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan
+from ucformat.snapshot.copier import HostCopier, Outcome
 from ucformat.snapshot.flight import DEADLINE, Batch, DeviceWork, Flight, Lane, LateOutcome
 from ucformat.snapshot.replay import Floats, Track
 from ucformat.snapshot.streams import Device, devices
@@ -93,7 +94,7 @@ class DeviceCopier:
     def _batches(self, plan: CopyPlan) -> list[Batch]:
         """A plan as batches; kept as long as the plan is the same."""
         if self._batched is None or self._batched[0] is not plan:
-            self._batched = plan, _batched(plan, np.zeros(1) if self._track is None else self._track.ready())
+            self._batched = plan, batched(plan, np.zeros(1) if self._track is None else self._track.ready())
         return self._batched[1]
 
     def _run(self) -> None:
@@ -127,24 +128,31 @@ def known(outcome: Outcome, *, wait: bool = False) -> bool:
     return outcome.known.wait(None if wait else 0)
 
 
-def _batched(plan: CopyPlan, gates: Floats) -> list[Batch]:
+def batched(plan: CopyPlan, gates: Floats) -> list[Batch]:
     """A plan's chunks in the order in which gates open, adjoining ones joined. `gates` are seconds by position.
 
     What runs beside compute goes behind the last gate before its time: that spreads it over the step as far as the step
-    has actions.
+    has actions. Behind one gate, what is due earlier goes first, then what has a window.
     """
+    if not len(plan):
+        return []
+    last = np.iinfo(np.int64).max
     opens = np.array([0 if window.after is None else window.after + 1 for window in plan.windows] or [0], dtype=np.int64)
     beside = np.maximum(np.searchsorted(gates, plan.begin, side="right") - 1, 0)
-    ready = np.array([piece.ready for piece in plan.pieces], dtype=np.int64)[plan.piece]
-    gate = np.maximum(np.where(plan.window >= 0, opens[np.maximum(plan.window, 0)], beside), ready)
-    gate = np.where(plan.window == EXPOSED, np.iinfo(np.int64).max, gate)
-    found: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-    for at in np.argsort(gate, kind="stable").tolist():
-        kind, piece, start, stop = (int(column[at]) for column in (plan.window, plan.piece, plan.start, plan.stop))
-        due = plan.pieces[piece].deadline
-        key = (DEADLINE if kind == EXPOSED else int(gate[at]), kind, NEVER if due is None else due)
-        ranges = found.setdefault(key, [])
-        if ranges and (ranges[-1][0], ranges[-1][2]) == (piece, start) and stop - ranges[-1][1] <= COPY_BYTES:
-            start = ranges.pop()[1]
-        ranges.append((piece, start, stop))
-    return [Batch(*key, tuple(ranges)) for key, ranges in found.items()]
+    gate = np.maximum(np.where(plan.window >= 0, opens[np.maximum(plan.window, 0)], beside), plan.pieces.ready[plan.piece])
+    gate = np.where(plan.window == EXPOSED, last, gate)
+    due = plan.pieces.deadline[plan.piece]
+    order = np.lexsort((np.where(plan.window == OVERLAP, last, plan.window), due, gate))
+    keys = np.stack([np.where(gate == last, DEADLINE, gate), plan.window, due], axis=1)
+    keys, ranges = _joined(keys[order], np.stack([plan.piece, plan.start, plan.stop], axis=1)[order])
+    cuts = np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1
+    parts = zip(keys[np.r_[0, cuts]].tolist(), np.split(ranges, cuts), strict=True)
+    return [Batch(position, kind, before, part) for (position, kind, before), part in parts]
+
+
+def _joined(keys: Ints, ranges: Ints) -> tuple[Ints, Ints]:
+    """`Batch.ranges` of chunks and what batches them: those that adjoin are one, within multiples of `COPY_BYTES`."""
+    same = np.column_stack([keys, ranges[:, 0], ranges[:, 1] // COPY_BYTES])
+    apart = (same[1:] != same[:-1]).any(axis=1) | (ranges[1:, 1] != ranges[:-1, 2])
+    first, last = np.r_[True, apart], np.r_[apart, True]
+    return keys[first], np.column_stack([ranges[first, :2], ranges[last, 2]])

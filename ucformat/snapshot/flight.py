@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ucformat.box import Ints
 from ucformat.reshard.execute import WIDTH
-from ucformat.snapshot.bubbles import EXPOSED, OVERLAP, CopyPlan
+from ucformat.snapshot.bubbles import EXPOSED, NEVER, OVERLAP, CopyPlan
 from ucformat.snapshot.clock import Span, now
-from ucformat.snapshot.copier import NEVER, Outcome
+from ucformat.snapshot.copier import Outcome
 from ucformat.snapshot.replay import Track
 from ucformat.snapshot.streams import Device, Event, Stream
 from ucformat.storage import Bytes
@@ -57,16 +58,17 @@ class DeviceWork:
     """Called with the bytes copied so far, by that thread."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Ranges (piece, start, stop) with one gate and one deadline, of one kind: a window's index, OVERLAP or EXPOSED."""
+    """What has one gate and one deadline, and is of one kind: a window's index, OVERLAP or EXPOSED."""
 
     gate: int
     """So many actions have ended; or DEADLINE, or AHEAD."""
     kind: int
     due: int
     """Must be copied before the action at this position begins; NEVER before the next optimizer step."""
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: Ints
+    """(R, 3) piece, first byte, one past the last byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +133,24 @@ class Flight:
         self._out: Sequence[Bytes] | None = None
         self._sources: dict[int, torch.Tensor] = {}
         """The memory that copies read: kept until they are done, whatever the optimizer replaces."""
-        self._on: list[Lane] = []
-        """Where each piece lies."""
+        self._on: Ints = np.empty(0, dtype=np.int64)
+        """(P,) the number of the lane on which each piece lies."""
 
     def begin(self) -> None:
         views, changing = self.work.views, self.work.changing
-        self._on = [self._lane(view) for view in (*views, *changing)]
+        self._on = np.array([self._lane(view) for view in (*views, *changing)], dtype=np.int64)
         for i, view in enumerate(changing, len(views)):
-            device = self._on[i].device  # on the computing stream: before anything that may change it
+            device = self.lanes[self._on[i]].device  # on the computing stream: before anything that may change it
             self._sources[i] = _bytes(device.clone(device.computing(), _bits(view.detach())))
         for lane in self.lanes:
             lane.mark()
-        ahead = tuple((i, 0, source.numel()) for i, source in self._sources.items())
-        self._left[:0] = [Batch(AHEAD, EXPOSED, NEVER, ahead)] if ahead else []
+        ahead = [(i, 0, source.numel()) for i, source in self._sources.items()]
+        self._left[:0] = [Batch(AHEAD, EXPOSED, NEVER, np.array(ahead, dtype=np.int64))] if ahead else []
 
-    def _lane(self, tensor: torch.Tensor) -> Lane:
-        for lane in self.lanes:
+    def _lane(self, tensor: torch.Tensor) -> int:
+        for at, lane in enumerate(self.lanes):
             if lane.device.holds(tensor):
-                return lane
+                return at
         raise RuntimeError(f"a tensor has moved to {tensor.device}, where none was when the engine was made")
 
     def opened(self, position: int) -> None:
@@ -196,19 +198,20 @@ class Flight:
         chosen = [batch for batch in self._left if which(batch)]
         self._left = [batch for batch in self._left if not which(batch)]
         for batch in chosen:
-            for lane in self.lanes:
-                self._ask(lane, batch, [part for part in batch.ranges if self._on[part[0]] is lane])
+            on = self._on[batch.ranges[:, 0]]
+            for at, lane in enumerate(self.lanes):
+                self._ask(lane, batch, batch.ranges[on == at])
 
-    def _ask(self, lane: Lane, batch: Batch, ranges: Sequence[tuple[int, int, int]]) -> None:
-        if not ranges:
+    def _ask(self, lane: Lane, batch: Batch, ranges: Ints) -> None:
+        if not len(ranges):
             return
         assert self._out is not None
         device, stream = lane.device, lane.stream
         device.wait(stream, lane.gate(batch))
         start = device.record(stream)
-        for piece, first, last in ranges:
+        for piece, first, last in ranges.tolist():
             device.copy(stream, self._source(lane, piece)[first:last], self._out[piece][first:last])
-        nbytes = sum(last - first for _, first, last in ranges)
+        nbytes = int((ranges[:, 2] - ranges[:, 1]).sum())
         lane.copied.append(Copied(batch, nbytes, start, device.record(stream)))
 
     def _source(self, lane: Lane, piece: int) -> torch.Tensor:

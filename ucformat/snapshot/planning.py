@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from ucformat.box import Ints
 from ucformat.group import Group
 from ucformat.snapshot import bubbles
-from ucformat.snapshot.bubbles import CopyPlan, Mode, Rates
+from ucformat.snapshot.bubbles import CopyPlan, Mode, Pieces, Rates
 from ucformat.snapshot.copier import Outcome
 from ucformat.snapshot.drift import Drift
 from ucformat.snapshot.layout import Strategy
@@ -43,27 +44,29 @@ class Planner:
         self._tracks: list[tuple[Names, Track]] = []
         self._drift: Drift | None = None
         self._rates = Rates(alone=4e9, beside=2e9)  # a guess, until the first copies tell
-        self._current: tuple[tuple[int, ...], CopyPlan] | None = None
+        self._current: tuple[int, CopyPlan] | None = None
+        """How much was known of steps then, and the plan in force."""
         self._alone: float | None = None  # bytes per second, measured
         self._waiting: float | None = None
         self._gate = self._typical_gate = 0.0
 
-    def plan(self, sizes: Sequence[int]) -> CopyPlan:
+    def plan(self, nbytes: Ints) -> CopyPlan:
         """The plan in force for pieces of these bytes. Made anew only when something changed."""
         known = min(len(self._tracks), 1) if self._drift is None else 2  # nothing, one step, or enough
-        key = (known, *sizes)
-        if self._current is not None and self._current[0] == key:
-            return self._current[1]
-        pieces = [bubbles.Piece(size) for size in sizes]
+        if self._current is not None:
+            then, plan = self._current
+            if then == known and np.array_equal(plan.pieces.nbytes, nbytes):
+                return plan
+        pieces = Pieces.lasting(nbytes)
         if self._drift is None:
             seconds = self._tracks[-1][1].seconds if self._tracks else UNKNOWN_STEP_S
             plan = bubbles.plan(Track.whole(seconds), pieces, self._rates, "overlap")
-            self._current = key, plan
+            self._current = known, plan
             return plan
         whole = self._drift.planned
         plan = bubbles.plan(_after(whole, self._gate), pieces, self._rates, self.mode)
         plan = replace(plan, windows=_as_they_open(plan.windows, whole.windows()))
-        self._current = key, plan
+        self._current = known, plan
         self._report.plan = f"{plan.taken}: {plan.reason}"
         return plan
 

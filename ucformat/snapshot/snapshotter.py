@@ -40,10 +40,9 @@ from ucformat.snapshot.report import Report, StepReport
 from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.slots import Slot, SlotSet
 from ucformat.snapshot.sources import Share, TornError, agree
-from ucformat.snapshot.taking import Taking
+from ucformat.snapshot.taking import Places, Taking
 from ucformat.snapshot.trace import Trace, gaps
 from ucformat.snapshot.watch import Watch
-from ucformat.storage import Bytes
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
 OnError = Literal["skip", "raise"]
@@ -96,7 +95,7 @@ class Snapshotter:
         """Versions past their deadline of which is not known yet what became of them, or not counted."""
         self._planner = Planner(mode, self.group, self._report)
         self._peers: Peers | None = None
-        self._places: dict[int, list[Bytes]] = {}
+        self._places: Places | None = None
         self._run, self._last = "", -1
         self._patient_until = 0.0  # on the monotonic clock: until then, a version waits for a slot
         self.on_copied: Callable[[int, int, int], None] | None = None
@@ -212,9 +211,10 @@ class Snapshotter:
     def _begin(self, report: StepReport) -> None:
         if self._share is None:
             self._set_up()
-        share, slots = self._share, self._slots
+        share, slots, places = self._share, self._slots, self._places
         assert share is not None
         assert slots is not None
+        assert places is not None
         if report.step % self.every:
             report.skipped = f"every {self.every} steps"
             return
@@ -229,8 +229,7 @@ class Snapshotter:
             self._copier = copier_for(boundary.views)
             if isinstance(self._copier, DeviceCopier):
                 slots.pin()
-        kinds = [spec.kind for spec, _ in share.keys[: share.pieces]]
-        taking = Taking(report, boundary, kinds, self._places, self._free_slot, self._copier)
+        taking = Taking(report, boundary, places, self._free_slot, self._copier)
         try:
             taking.begin()
             plan = self._planner.plan(taking.sizes)
@@ -247,7 +246,7 @@ class Snapshotter:
         tell, step = self.on_copied, taking.report.step
         if tell is None:
             return None
-        total = sum(taking.sizes)
+        total = int(taking.sizes.sum())
         return lambda copied: tell(step, copied, total)
 
     def _store(self, taking: Taking) -> None:
@@ -349,10 +348,7 @@ class Snapshotter:
         slots.agree(self.group.all_gather(slots.adopted))
         if self._persist is not None or self._hash_every:
             self._persistence = Persistence(slots, self._report, run, self._persist, hash_every=self._hash_every)
-        self._places = {
-            slot.index: [slot.tensor(i).reshape(-1).view(torch.uint8).numpy() for i in range(share.pieces)]
-            for slot in slots.slots
-        }
+        self._places = Places.of(share, slots)
         self._peers = Peers(self.group)
         self._slots, self._share, self._watch = slots, share, Watch(share, self.group)
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
