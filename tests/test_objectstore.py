@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
+from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 import ucformat
 from tests.checkpoints import bits, flip
+from tests.s3 import serving
 from ucformat.errors import ChecksumError, ExistsError, MissingFileError, NotACheckpointError, StorageError
 from ucformat.formats import native
+from ucformat.objectstore import FsspecStore
 from ucformat.storage import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -23,29 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """The URL of an empty bucket on an S3 server of this process."""
-    import s3fs
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }
-    before = {key: os.environ.get(key) for key in settings}
-    os.environ.update(settings)
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield "s3://bucket"
-    s3fs.S3FileSystem.clear_instance_cache()
-    for key, value in before.items():
-        if value is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = value
-    server.stop()
+    with serving() as server:
+        yield server.bucket
 
 
 def _state(step: int) -> dict[str, object]:
@@ -112,6 +93,22 @@ def test_an_upload_that_breaks_off_leaves_no_object(bucket: str) -> None:
     assert store.list() == []
     with pytest.raises(MissingFileError):
         ucformat.open(f"{bucket}/broken")
+
+
+class Plain(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
+    """A file system that can't copy by itself, as FTP and SFTP."""
+
+    protocol = "plain"
+    cp_file = AbstractFileSystem.cp_file
+
+
+def test_what_a_store_can_not_copy_by_itself_is_copied_through_here() -> None:
+    store = FsspecStore(Plain(), "/plain-store", "plain://plain-store")
+    data = bytes(range(256)) * (40 << 10)
+    store.put("a", data)
+    store.copy("a", "b/c")
+    assert store.read("b/c") == data
+    store.remove()
 
 
 def test_an_uncommitted_prefix_on_s3_is_not_a_checkpoint(bucket: str) -> None:

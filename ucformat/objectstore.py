@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsspec
+import numpy as np
 
 from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.storage import Bytes, Store, Writer, safe_path
@@ -17,10 +18,17 @@ _FOLDERLESS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl",
 """Protocols without folders: making one would make a bucket, which is never ours to do."""
 
 
+_COPIED_BYTES = 8 << 20  # at a time
+
+
+def _folderless(filesystem: Any) -> bool:
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    return bool(protocols & _FOLDERLESS)
+
+
 def make_folder(filesystem: Any, path: str) -> None:
     """Make the folder that a file goes into, where there are folders."""
-    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
-    if not protocols & _FOLDERLESS:
+    if not _folderless(filesystem):
         filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
@@ -72,6 +80,11 @@ class FsspecStore(Store):
 
     def __init__(self, filesystem: Any, root: str, url: str) -> None:  # fsspec is untyped
         self.filesystem, self.root, self.url = filesystem, root.rstrip("/"), url.rstrip("/")
+
+    @property
+    def uploads_whole(self) -> bool:
+        """Whether a file is visible only when its upload is complete, whatever happens to the one who uploads."""
+        return _folderless(self.filesystem)
 
     @classmethod
     def open(cls, url: str) -> FsspecStore:
@@ -146,6 +159,23 @@ class FsspecStore(Store):
         try:
             make_folder(self.filesystem, full)
             self.filesystem.cp_file(self._full(path), full)
+        except NotImplementedError:
+            self._copy_through(path, to)
+        except Exception as error:
+            raise StorageError(f"{self.url}/{to}", error) from error
+
+    def _copy_through(self, path: str, to: str) -> None:
+        size = self.size(path)
+        with self.writer(to, size) as writer:
+            for start in range(0, size, _COPIED_BYTES):
+                out = np.empty(min(_COPIED_BYTES, size - start), dtype=np.uint8)
+                self.read_into(path, start, out)
+                writer.write(start, out)
+
+    def move(self, path: str, to: str) -> None:
+        """Rename a file to a name that is free, or copy and remove it where there is no rename. Raises StorageError."""
+        try:
+            self.filesystem.mv(self._full(path), self._full(to))
         except Exception as error:
             raise StorageError(f"{self.url}/{to}", error) from error
 

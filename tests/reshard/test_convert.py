@@ -304,6 +304,35 @@ def test_native_replaces_a_checkpoint_of_another_format_wholly(src: str, tmp_pat
         assert not (tmp_path / f"again-{to}/tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+@pytest.mark.parametrize("before", ["hf", "dcp"])
+def test_replacing_keeps_what_is_no_part_of_the_old_checkpoint(src: str, tmp_path: Path, before: str, to: str) -> None:
+    dst = tmp_path / "out"
+    convert(src, str(dst), before, max_file_bytes=300)
+    old = {path.name for path in dst.iterdir()}
+    (dst / "logs").mkdir()
+    (dst / "logs/a.log").write_text("mine")
+    (dst / "notes.txt").write_text("mine")
+    convert(src, str(dst), to, overwrite=True)
+    convert(src, str(tmp_path / "fresh"), to)
+    new = {path.name for path in (tmp_path / "fresh").iterdir()}
+    assert len(old) > 2
+    assert {path.name for path in dst.iterdir()} == {*new, "notes.txt", "logs"}
+    assert [(dst / name).read_text() for name in ("notes.txt", "logs/a.log")] == ["mine", "mine"]
+    assert contents(dst) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+def test_checkpoints_of_other_frameworks_are_never_replaced(src: str, tmp_path: Path, to: str) -> None:
+    (tmp_path / "run/global_step1").mkdir(parents=True)
+    (tmp_path / "run/latest").write_text("global_step1")
+    (tmp_path / "run/global_step1/mp_rank_00_model_states.pt").write_text("weeks of work")
+    for dst in (tmp_path / "run", tmp_path / "run/global_step1"):
+        with pytest.raises(UnsupportedError, match="deepspeed, which is never replaced"):
+            convert(src, str(dst), to, overwrite=True)
+    assert (tmp_path / "run/global_step1/mp_rank_00_model_states.pt").read_text() == "weeks of work"
+
+
 def test_a_failed_replacement_leaves_the_old_checkpoint_and_its_companions(src: str, tmp_path: Path, monkeypatch: Any) -> None:
     write_companions(tmp_path / "old", config="old")
     write_companions(tmp_path / "new", config="new", tokenizer="new")

@@ -13,7 +13,8 @@ Weights are never companions, nor is anything that would run when it is merely l
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ucformat.formats import modelconfig
@@ -42,11 +43,9 @@ _NAMES = (
     "configuration*.py",
     "modeling*.py",
     "tokenization*.py",
-    "README*",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
 )
+_DOCUMENTS = ("README*", "LICENSE*", "LICENCE*", "NOTICE*")  # people write these, too: they travel, and are not thrown away
+_PREFIX = re.compile(r"companions(\.\d+)?/")
 _FOLDERS = "[0-9]*_*/"  # sentence-transformers' modules: 1_Pooling, 2_Normalize
 _WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pkl")
 
@@ -62,7 +61,24 @@ class Companion:
 
 def is_companion(name: str) -> bool:
     """Whether a file of this name (without folder) describes a model rather than holding its weights."""
-    return _matches(name, _NAMES) and not _matches(name, _WEIGHTS)
+    return _matches(name, _NAMES + _DOCUMENTS) and not _matches(name, _WEIGHTS)
+
+
+def owner(names: Sequence[str]) -> Callable[[str], bool]:
+    """Which paths in a directory with these `names` are companions of the checkpoint there, and go when it is replaced.
+
+    As in `found`: those under `companions/` when it is there, else files of well-known names, but for documents, which stay
+    until others of the same name come.
+    """
+    if any(map(_PREFIX.fullmatch, names)):
+        return lambda path: _PREFIX.match(path) is not None
+
+    def beside(path: str) -> bool:
+        folder, _, name = path.rpartition("/")
+        near = not folder or ("/" not in folder and fnmatch.fnmatchcase(folder + "/", _FOLDERS))
+        return near and is_companion(name) and not _matches(name, _DOCUMENTS)
+
+    return beside
 
 
 def found(source: Source) -> tuple[Companion, ...]:

@@ -22,6 +22,7 @@ from ucformat.storage import Store
 
 NAME = "dcp-hf"
 KEY = "DCP_SHARDING_INFO"
+OWNS = re.compile(r"[^/]*\.safetensors")  # all of them, as the reader takes all
 _SUFFIX = ".safetensors"
 _SNIFF_BYTES = 4096  # __metadata__ comes first in a header
 _SHARD = re.compile(r"shard-(\d{1,9})-.*\.safetensors")  # numbers start at 1

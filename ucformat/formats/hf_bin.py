@@ -5,6 +5,7 @@ Names are as in `hf`: `model/<name>`. Every shard is opened as `torchsave` opens
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ucformat.storage import Store
 NAME = "hf-bin"
 SUFFIX = ".bin"
 INDEX_SUFFIX = ".bin.index.json"
+OWNS = re.compile(r"((diffusion_)?pytorch|adapter)_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 """Names that libraries look for. A Trainer puts other `.bin` files there, too (`training_args.bin`), which are no weights."""
 
@@ -46,7 +48,7 @@ def open_catalog(source: Source) -> Catalog:
     Raises MissingFileError for a missing shard, FormatError (malformed, index and shards disagree), UnsupportedError (legacy
     form, sparse and quantised tensors), ChecksumError, UnsafePickleError.
     """
-    store, chosen = source.store, _choose(source)
+    store, chosen = source.store, choose(source)
     opened = read_each(store, chosen, open_torch_zip)
     state: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -64,7 +66,7 @@ def open_catalog(source: Source) -> Catalog:
     return builder.build(kept, Notes(NAME, remarks=(*remarks, *placeholders(kept))))
 
 
-def _choose(source: Source) -> FileSet:
+def choose(source: Source) -> FileSet:
     """The files of the checkpoint; of a single file and an index, the file: so do the loaders of the library."""
     if source.file is not None:
         return read_index(source.store, source.file, SUFFIX)

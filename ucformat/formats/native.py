@@ -9,11 +9,11 @@ the replacement of `ucf.json` alone, so at every moment one complete checkpoint 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from ucformat.errors import (
     UcformatError,
     ValueConflictError,
 )
-from ucformat.formats import companions
+from ucformat.formats import companions, owned, partial
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
 from ucformat.image import Fill, Part
@@ -52,6 +52,7 @@ from ucformat.storage import Store
 
 NAME = "native"
 WRITER = "ucformat 0.1.0"
+OWNS = re.compile(r"ucf\.json|index(\.\d+)?\.safetensors|(shards|companions)(\.\d+)?(/.*)?", re.DOTALL)
 _STEP = re.compile(r"step-(\d{8,})/")
 
 
@@ -166,10 +167,10 @@ def prepare(store: Store, overwrite: bool) -> Generation:
     return Generation(max(taken, default=-1) + 1)
 
 
-def sweep(store: Store, keep: Generation, replaced: Sequence[str] = ()) -> None:
-    """Remove the files of every other generation, and those `replaced`, after a commit."""
+def sweep(store: Store, keep: Generation) -> None:
+    """Remove the files of every other generation, after a commit."""
     for name in store.list():
-        if (_PART.fullmatch(name) or name in replaced) and not keep.owns(name):
+        if _PART.fullmatch(name) and not keep.owns(name):
             store.remove(name.rstrip("/"))
 
 
@@ -218,7 +219,7 @@ def put_shards(
     tables: list[ShardTable] = []
     for part, (run, layout) in enumerate(lay_out_all([(target.spec, target.box) for target in targets], VERSION)):
         held = targets[run.start : run.stop]
-        own = fill if len(held) == len(targets) else partial(_fill_from, fill, run.start)
+        own = fill if len(held) == len(targets) else functools.partial(_fill_from, fill, run.start)
         record = write_shard(store, path(part), layout, own, on_bytes)
         pieces = [ShardPiece(t.spec, t.box, int(s)) for t, s in zip(held, layout.starts(), strict=True)]
         tables.append(tabulate(record, pieces))
@@ -337,10 +338,12 @@ def commit(store: Store, generation: Generation, tables: Sequence[ShardTable], c
 def write(job: WriteJob) -> None:
     """Write a native checkpoint from the pieces of a job, its shards spread over the ranks of the group."""
     group, store = job.group, job.store
-    foreign: Sequence[str] = ()
+    generation, foreign = Generation(0), list[str]()
     with group.together(f"preparing {store.url}"):
-        foreign = store.list() if group.rank == 0 and job.overwrite and not is_committed(store) else ()
-        generation = prepare(store, job.overwrite) if group.rank == 0 else Generation(0)
+        if group.rank == 0:
+            partial.forget(store)
+            generation = prepare(store, job.overwrite)
+            foreign = owned.held(store) if job.overwrite and not is_committed(store) else []
     generation = group.broadcast(generation)
     try:
         tables = _write_shards(job, generation)
@@ -349,7 +352,7 @@ def write(job: WriteJob) -> None:
                 carried, remarks = _carry(job, generation)
                 notes = replace(job.notes, remarks=(*job.notes.remarks, *remarks))
                 commit(store, generation, tables, Contents(job.values, job.aliases, notes, carried))
-                sweep(store, generation, foreign)
+                owned.remove(store, foreign)
     except BaseException as error:
         if group.rank == 0 and (isinstance(error, Exception) or group.size == 1):  # else other ranks may still be writing
             discard(store, generation)
@@ -362,7 +365,7 @@ def _write_shards(job: WriteJob, generation: Generation) -> list[ShardTable]:
     tables: dict[int, list[ShardTable]] = {}
     with group.together(f"writing {store.url}"):
         for number in range(group.rank, len(shards), group.size):
-            pieces, path = shards[number], partial(generation.shard, number)
+            pieces, path = shards[number], functools.partial(generation.shard, number)
             tables[number] = put_shards(store, path, [job.targets[i] for i in pieces], job.fill_of(pieces), job.on_bytes)
         if job.finish is not None:
             job.finish()

@@ -20,7 +20,7 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
-from ucformat.formats import companions, native
+from ucformat.formats import companions, native, owned, partial
 from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Target, WriteJob
@@ -44,6 +44,7 @@ _SPELLINGS = {
 }
 _SPELLINGS |= {"fp16": "F16", "fp32": "F32", "fp64": "F64"}
 _LAYOUTS = ("native", "dcp")  # formats whose files may hold pieces of tensors
+_STAGED = ("hf", "dcp")  # formats that `staging` puts into their place
 _LEFTOVER = re.compile(r"(shards|companions)(\.\d+)?/|index(\.\d+)?\.safetensors|\.partial/|.*\.part")
 
 
@@ -183,7 +184,7 @@ def prepare(
     reader = formats.detect(source)
     catalog = reader.open_catalog(source)
     store, file = _destination(dst, to)
-    _check_destination(src, dst, store, file, overwrite)
+    _check_destination(src, dst, to, store, file, overwrite)
     chosen = choose(catalog, to, select, exclude, src)
     kept = chosen.catalog
     specs = _converted(kept.tensors, wanted_dtype)
@@ -268,17 +269,21 @@ def _destination(dst: str, to: str) -> tuple[Store, str | None]:
     return store, None
 
 
-def _check_destination(src: str, dst: str, store: Store, file: str | None, overwrite: bool) -> None:
+def _check_destination(src: str, dst: str, to: str, store: Store, file: str | None, overwrite: bool) -> None:
     """Refuse to write where something is, unless it is a checkpoint that may be replaced."""
     _check_apart(src, dst, store, file)
     if not (store.list() if file is None else store.exists(file)) or (file is None and _is_leftover(store)):
         return
-    if not overwrite:
+    again = file is None and to in _STAGED and partial.interrupted(store)  # the writer looks closely at what is there
+    if not overwrite and not again:
         raise ExistsError(dst)
     if file is None and native.committed_steps(store):
         raise UnsupportedError(dst, "holds a run's checkpoints: they are not replaced, name one of them or another place")
     try:
-        formats.detect(locate(dst))
+        if not again:
+            formats.detect(locate(dst))
+        if file is None and overwrite:
+            owned.owner(store)
     except NotACheckpointError:
         raise UnsupportedError(dst, "holds something that is no checkpoint: it is not replaced; remove it yourself") from None
 

@@ -7,6 +7,7 @@ becomes the canonical one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,7 +26,8 @@ from ucformat.safepickle import RefusedTensor, StoredTensor, to_values
 from ucformat.torchzip import checks_of
 
 NAME = "dcp"
-__all__ = ["NAME", "detect", "open_catalog", "write"]
+OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?", re.DOTALL)
+__all__ = ["NAME", "OWNS", "detect", "open_catalog", "write"]
 
 _MEGATRON = frozenset({"metadata.json", "common.pt"})  # Megatron's distributed checkpoints keep other things beside DCP's
 _MAX_HOLES = 1000  # list items that vanished because they were empty dicts

@@ -6,6 +6,7 @@ them. Writing (see `hf.writer`): model tensors whole, in files that `from_pretra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from ucformat import values as value_tree
@@ -20,7 +21,12 @@ from ucformat.storage import Store
 
 NAME = "hf"
 BOOKKEEPING = frozenset({METADATA_KEY})
-__all__ = ["BOOKKEEPING", "NAME", "detect", "open_catalog", "takes", "write"]
+OWNS = re.compile(
+    r"((diffusion_pytorch_|pytorch_)?model(-\d+-of-\d+)?\.safetensors|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
+)
+"""The weights that libraries look for, pickled ones beside them included: they are of the same model."""
+choose = files.choose
+__all__ = ["BOOKKEEPING", "NAME", "OWNS", "choose", "detect", "open_catalog", "takes", "write"]
 
 _OTHERS = (b"DCP_SHARDING_INFO", b'"ucf":"{')
 """Metadata keys of formats that also keep fragments in safetensors files: DCP's distributed HF form, our shards."""

@@ -1,0 +1,81 @@
+"""Which files of a directory belong to the checkpoint in it: those go when it is replaced, all others stay.
+
+A format that may be replaced has `OWNS`, a pattern of paths in the directory, and where names are free `choose(source)`, the
+set of files that its reader takes. Files that travel along with the model (`companions`) belong to the checkpoint, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+
+from ucformat import formats
+from ucformat.errors import NotACheckpointError, UcformatError, UnsupportedError
+from ucformat.formats import companions
+from ucformat.formats.source import Source
+from ucformat.localdisk import LocalStore
+from ucformat.storage import Store
+
+Owns = Callable[[str], bool]
+"""Whether a path in the directory belongs to the checkpoint."""
+
+
+def owner(store: Store) -> Owns:
+    """What belongs to the checkpoint at `store`; nothing, where none is.
+
+    Raises UnsupportedError for a checkpoint of a format that is never replaced: what belongs to it isn't known here.
+    """
+    source = Source(store)
+    try:
+        module = formats.detect(source)
+    except NotACheckpointError:
+        return lambda path: False
+    pattern = getattr(module, "OWNS", None)
+    if pattern is None:
+        why = f"holds a checkpoint of the format {module.NAME}, which is never replaced: remove it yourself"
+        raise UnsupportedError(store.url, why)
+    named, travels = _chosen(module, source), companions.owner(store.list())
+    return lambda path: pattern.fullmatch(path) is not None or path in named or travels(path)
+
+
+def held(store: Store) -> list[str]:
+    """The files of the checkpoint at `store`."""
+    owns = owner(store)
+    return [path for path in walk(store) if owns(path)]
+
+
+def remove(store: Store, paths: Sequence[str]) -> None:
+    """Remove files, and the folders that they leave empty."""
+    for path in paths:
+        store.remove(path)
+        while (path := path.rpartition("/")[0]) and not store.list(path):
+            store.remove(path)
+
+
+def _chosen(module: ModuleType, source: Source) -> frozenset[str]:
+    """The files that the format's reader takes, where the directory is whole enough to tell."""
+    if not hasattr(module, "choose"):
+        return frozenset()
+    try:
+        chosen = module.choose(source)
+    except UcformatError:
+        return frozenset()
+    return frozenset(chosen.files if chosen.index is None else (*chosen.files, chosen.index))
+
+
+def walk(store: Store, skip: str = "", folder: str = "") -> Iterator[str]:
+    """Paths of all files below `store`, but for the top folder `skip`. A symbolic link is a file, wherever it leads."""
+    for name in _entries(store, folder):
+        if not name.endswith("/"):
+            yield folder + name
+        elif folder + name != skip:
+            yield from walk(store, skip, folder + name)
+
+
+def _entries(store: Store, folder: str) -> list[str]:
+    """As `store.list`, following no links."""
+    if not isinstance(store, LocalStore):
+        return list(store.list(folder.rstrip("/")))
+    with os.scandir(os.path.join(store.url, folder)) as entries:
+        return sorted(entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in entries)
