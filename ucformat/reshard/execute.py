@@ -30,7 +30,7 @@ from ucformat.reshard.wake import Wake
 from ucformat.storage import Bytes, Reader, Sheet
 
 AHEAD = 4  # tasks that are brought into memory before their turn
-RUN_TASKS = 32  # that one thread reads in order: long enough for a disk to read ahead, short enough to end together
+RUN_TASKS = 128  # at most that one thread reads in order: long enough for a disk to read ahead, short enough to end together
 DISK_THREADS = 2  # at least, where a disk is read: it has work while one of them hashes
 PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 4 << 20  # read and hashed while still in the cache that cores share
