@@ -102,3 +102,10 @@ def assert_same(run: Path, kind: str) -> None:
     catalog = open_kind(run)
     for name, expected in states_of(kind).items():
         assert torch.equal(read(catalog, name), expected), name
+
+
+def precision(kind: str) -> torch.dtype:
+    """What the run computed in."""
+    config = load(model_file(DATA / kind))["ds_config"]
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((dtype for key, dtype in low.items() if config.get(key, {}).get("enabled")), torch.float32)

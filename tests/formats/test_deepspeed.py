@@ -20,10 +20,9 @@ from tests.formats.deepspeed_fixtures import (
     KINDS,
     TWIN,
     copy_of,
-    load,
-    model_file,
     open_kind,
     parameters_with_state,
+    precision,
     states_of,
     tag_of,
     weights_of,
@@ -53,7 +52,7 @@ def test_optimizer_state_equals_the_live_one_bit_for_bit(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if weights_of(kind)])
 def test_weights_equal_the_live_ones(kind: str) -> None:
     catalog = open_kind(DATA / kind)
-    compute = torch.bfloat16 if load(model_file(DATA / kind))["ds_config"].get("bf16") else torch.float32
+    compute = precision(kind)
     live = weights_of(kind)
     for name, expected in live.items():
         if kind in LEFT_OUT and name.startswith("model/fc1"):
@@ -137,8 +136,9 @@ def test_step_is_known_and_kept_per_parameter(kind: str) -> None:
     for name in stepped:
         assert catalog.spec(name).shape == ()
         assert catalog.spec(name).dtype == "F32"
-        # ZeRO-0 in bf16 takes a step with zero gradients when it starts
-        assert float(read(catalog, name)) == catalog.notes.step + kind.startswith("z0bf16")
+        # ZeRO-0 in bf16 or fp16 takes a step with zero gradients when it starts
+        early = kind.startswith("z0") and precision(kind) != torch.float32
+        assert float(read(catalog, name)) == catalog.notes.step + early
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "z0frozen"])
@@ -179,12 +179,13 @@ def test_tied_weights_and_their_state_are_there_once_under_both_names(kind: str)
 def test_zero3_weights_and_master_weights_are_one_tensor_named_by_its_precision(kind: str) -> None:
     catalog = open_kind(DATA / kind)
     stored = {spec.name for spec in catalog.tensors}
-    low = bool(load(model_file(DATA / kind))["ds_config"].get("bf16"))
+    low = precision(kind) != torch.float32
     for name in ("emb.weight", "ln.bias"):
         assert catalog.find(f"model/{name}") == catalog.find(f"optimizer/{name}/fp32")
         assert (f"optimizer/{name}/fp32" in stored) == low
         assert catalog.spec(f"model/{name}").dtype == "F32"
-    assert any("BF16" in remark for remark in catalog.notes.remarks) == low
+    told = "F16" if precision(kind) == torch.float16 else "BF16"
+    assert any(f"computed in {told}" in remark for remark in catalog.notes.remarks) == low
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "frozen" in kind or kind == "z0bf16two"])

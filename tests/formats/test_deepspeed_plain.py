@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["z0", "z0bf16", "z0two", "z0sgd", "z0bf16two"])
+@pytest.mark.parametrize("kind", ["z0", "z0bf16", "z0fp16", "z0two", "z0sgd", "z0bf16two"])
 def test_numbered_state_is_found_under_the_names_the_optimizer_was_given(kind: str) -> None:
     """The training script's own order: matrices first where there are two groups, tied and frozen ones left out."""
     catalog = open_kind(DATA / kind)
@@ -94,6 +95,22 @@ def test_a_fused_optimizers_flat_buffer_is_cut_into_parameters(tmp_path: Path) -
     catalog, plain = open_kind(run), open_kind(DATA / "z0bf16")
     assert catalog.names == plain.names
     assert all(torch.equal(read(catalog, name), read(plain, name)) for name in plain.names)
+
+
+def test_fused_groups_that_fit_several_names_are_kept_under_their_number(tmp_path: Path) -> None:
+    """Where weights are all alike, nothing says which three of four vectors were trained."""
+    run = copy_of("z0fusedfrozen", tmp_path)
+
+    def make_alike(tree: dict[str, Any]) -> None:
+        for weight in (*tree["module"].values(), *tree["optimizer"]["fp32_groups_flat"]):
+            weight.detach().zero_()
+
+    edit(model_file(run), make_alike)
+    catalog = open_kind(run)
+    assert not [name for name in catalog.names if name.startswith("optimizer/")]
+    state = load(model_file(run))["optimizer"]["optimizer_state_dict"]["state"]
+    assert torch.equal(read(catalog, "deepspeed/optimizer_state/1/exp_avg"), state[1]["exp_avg"])
+    assert any("number" in remark for remark in catalog.notes.remarks)
 
 
 def test_a_model_without_optimizer_is_its_weights(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from torch import nn
@@ -45,13 +46,24 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--stage", type=int, required=True)
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--groups", type=int, choices=[1, 2], default=1)
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--sub-group", type=int)
     parser.add_argument("--persist", type=int, default=0)
-    flags = ("tied", "frozen", "exclude-frozen", "unused", "round-robin", "elastic", "align", "accumulate-fp32")
+    flags = (
+        "tied",
+        "frozen",
+        "exclude-frozen",
+        "unused",
+        "round-robin",
+        "elastic",
+        "align",
+        "accumulate-fp32",
+        "fused",
+        "offload",
+    )
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args()
@@ -61,6 +73,8 @@ def configuration(options: argparse.Namespace) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": options.stage, "contiguous_gradients": True}
     if options.stage == 3:
         zero["stage3_param_persistence_threshold"] = options.persist
+    if options.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
     if options.sub_group:
         zero["sub_group_size"] = options.sub_group
     for flag, key in (
@@ -72,8 +86,11 @@ def configuration(options: argparse.Namespace) -> dict[str, Any]:
             zero[key] = True
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "steps_per_print": 1000}
     config |= {"gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    config["zero_force_ds_cpu_optimizer"] = False
     if options.dtype == "bf16":
         config["bf16"] = {"enabled": True}
+    if options.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
     if options.accumulate_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
@@ -118,20 +135,48 @@ def even_state(engine: Any, parameter: torch.Tensor, keys: list[str]) -> dict[st
     return found
 
 
+def whole_state(engine: Any, keys: list[str]) -> dict[int, dict[str, torch.Tensor]]:
+    """ZeRO-0 in fp16: by identity of the parameter, its part of the fused buffers or its own tensors."""
+    outer, found = engine.optimizer, {}
+    for g, parameters in enumerate(outer.fp16_groups):
+        at = 0
+        for i, parameter in enumerate(parameters):
+            flat = hasattr(outer, "fp32_groups_flat")
+            master = outer.fp32_groups_flat[g] if flat else outer.fp32_groups[g][i]
+            held = {"fp32": master} | {key: outer.optimizer.state[master][key] for key in keys}
+            where = slice(at, at + parameter.numel()) if flat else slice(None)
+            found[id(parameter)] = {k: v.detach().flatten()[where].view(parameter.shape).clone() for k, v in held.items()}
+            at += parameter.numel()
+    return found
+
+
 def truth(engine: Any, options: argparse.Namespace) -> dict[str, torch.Tensor]:
     keys = {"SGD": ["momentum_buffer"]}.get(options.optimizer, ["exp_avg", "exp_avg_sq"])
     found: dict[str, torch.Tensor] = {}
+    whole = whole_state(engine, keys) if options.dtype == "fp16" and not options.stage else {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad and options.stage and not options.round_robin:
             gather = sliced_state if options.stage == 3 else even_state
             found |= {f"{name}/{key}": tensor for key, tensor in gather(engine, parameter, keys).items()}
+        found |= {f"{name}/{key}": tensor for key, tensor in whole.get(id(parameter), {}).items()}
         with deepspeed.zero.GatheredParameters([parameter], enabled=options.stage == 3):
             found[f"__lp__/{name}"] = parameter.detach().clone().float()
     return found
 
 
+def allow(options: argparse.Namespace) -> None:
+    """Have DeepSpeed do on a CPU what it thinks possible on GPUs only."""
+    if options.dtype == "fp16":
+        known = [*CPU_Accelerator().supported_dtypes(), torch.float16]
+        CPU_Accelerator.is_fp16_supported = lambda self: True
+        CPU_Accelerator.supported_dtypes = lambda self: known
+    if options.fused:
+        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW  # whose masters are then one flat buffer per group
+
+
 def main() -> None:
     options = parse()
+    allow(options)
     deepspeed.init_distributed(dist_backend="gloo")
     rank = dist.get_rank()
     torch.manual_seed(1234)

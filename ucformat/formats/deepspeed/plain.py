@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError
-from ucformat.formats.deepspeed.optim import FlatGroup, RankOptim, flat_tensor, mapping, sequence
-from ucformat.formats.deepspeed.records import Opened, dense, state
+from ucformat.formats.deepspeed.fused import add_fused
+from ucformat.formats.deepspeed.optim import flat_tensor, mapping, sequence
+from ucformat.formats.deepspeed.records import Opened, dense, head, state
 from ucformat.formats.deepspeed.zero import OptimizerState, add_step
-from ucformat.formats.deepspeed.zero import add_optimizer as add_flat_optimizer
 from ucformat.safepickle import StoredTensor
 from ucformat.values import join_name
 
@@ -50,42 +49,25 @@ def add_optimizer(opened: Opened, tree: object, module: Mapping[str, StoredTenso
     if inner is not outer:
         found.extra.update({k: v for k, v in outer.items() if k not in ("optimizer_state_dict", "fp32_groups", _FLAT)})
     if _FLAT in outer:
-        return _add_fused(opened, sequence(outer[_FLAT], file, _FLAT), by_index, raw_groups, module, found, file)
+        flat = sequence(outer[_FLAT], file, _FLAT)
+        masters = [flat_tensor(tensor, file, f"fp32 weights of group {g}") for g, tensor in enumerate(flat)]
+        fused = add_fused(opened, masters, by_index, raw_groups, module, file)
+        if fused is None:
+            _keep_numbered(opened, by_index, raw_groups, dict(enumerate(masters)), found, file)
+            return found
+        fused.extra.update(found.extra)
+        return fused
     groups = _numbered(raw_groups, by_index, outer.get("fp32_groups"), file)
     assigned = _stored_names(raw_groups, module, groups) or assign(module, groups, _same_values(opened, module))
     if assigned is None:
-        masters = {entry.index: entry.master for group in groups for entry in group if entry.master is not None}
-        _keep_numbered(opened, by_index, raw_groups, masters, found, file)
+        known = {entry.index: entry.master for group in groups for entry in group if entry.master is not None}
+        _keep_numbered(opened, by_index, raw_groups, known, found, file)
         return found
     for group, names, raw in zip(groups, assigned, raw_groups, strict=True):
         for entry, name in zip(group, names, strict=True):
             _add_entry(opened, name, entry, mapping(by_index.get(entry.index, {}), file, f"state {entry.index}"), found, file)
         _add_hyper(opened, raw, names, found, file)
     return found
-
-
-def _add_fused(
-    opened: Opened,
-    flat: Sequence[object],
-    by_index: Mapping[Any, Any],
-    raw_groups: Sequence[Mapping[Any, Any]],
-    module: Mapping[str, StoredTensor],
-    found: OptimizerState,
-    file: str,
-) -> OptimizerState:
-    """Fused optimizers: one flat buffer per group, which is one slice of what ZeRO-1 cuts into many."""
-    masters = [flat_tensor(tensor, file, f"fp32 weights of group {g}") for g, tensor in enumerate(flat)]
-    shapes = {name: tensor.shape for name, tensor in module.items()}
-    if len(masters) != 1 or len(raw_groups) != 1 or masters[0].shape[0] != sum(map(math.prod, shapes.values())):
-        _keep_numbered(opened, by_index, raw_groups, dict(enumerate(masters)), found, file)
-        return found
-    index = sequence(raw_groups[0].get("params"), file, "params of a param group")[0]
-    group = FlatGroup(masters[0], mapping(by_index.get(index, {}), file, "optimizer state"))
-    hyper = {key: value for key, value in raw_groups[0].items() if key not in ("params", "param_names")}
-    rank = RankOptim(file, sliced=False, groups=[group], counts=[], param_groups=[hyper], members=[[0]])
-    fused = add_flat_optimizer(opened, [rank], [shapes], lambda name: state(name, "fp32"))
-    fused.extra.update(found.extra)
-    return fused
 
 
 def _keep_numbered(
@@ -217,7 +199,7 @@ def _same_values(opened: Opened, module: Mapping[str, StoredTensor]) -> Fits:
         if master is None or not (master.contiguous and weight.contiguous):
             return True
         items = min(math.prod(master.shape), _COMPARE_BYTES // 4)
-        heads = [_head(opened, tensor, items) for tensor in (master, weight)]
+        heads = [head(opened, tensor, items) for tensor in (master, weight)]
         return torch.equal(heads[0].to(heads[1].dtype), heads[1])
 
     def same(name: str, entry: Numbered) -> bool:
@@ -227,13 +209,6 @@ def _same_values(opened: Opened, module: Mapping[str, StoredTensor]) -> Fits:
         return known[key]
 
     return same
-
-
-def _head(opened: Opened, tensor: StoredTensor, items: int) -> torch.Tensor:
-    """The first items of a contiguous tensor."""
-    kind = DTYPES[tensor.dtype]
-    data = bytearray(opened.store.read(tensor.file, tensor.start, tensor.start + items * kind.itemsize))
-    return torch.frombuffer(data, dtype=kind.torch) if data else torch.empty(0, dtype=kind.torch)
 
 
 def _add_entry(opened: Opened, name: str, entry: Numbered, held: Mapping[Any, Any], found: OptimizerState, file: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from ucformat.box import Box, Ints
 from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes, row_major
@@ -142,3 +143,12 @@ def dense(value: object, file: str, what: str) -> StoredTensor | None:
     if isinstance(value, RefusedTensor):
         raise UnsupportedError(file, f"{what} is {value.kind}")
     return value if isinstance(value, StoredTensor) else None
+
+
+def head(opened: Opened, tensor: StoredTensor, items: int, at: int = 0) -> torch.Tensor:
+    """At most so many items of a contiguous tensor, from item `at` on."""
+    kind = DTYPES[tensor.dtype]
+    start = tensor.start + at * kind.itemsize
+    stop = min(start + items * kind.itemsize, tensor.start + math.prod(tensor.shape) * kind.itemsize)
+    data = bytearray(opened.store.read(tensor.file, start, stop))
+    return torch.frombuffer(data, dtype=kind.torch) if data else torch.empty(0, dtype=kind.torch)
