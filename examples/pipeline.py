@@ -9,6 +9,7 @@ Start it again after it was killed, and it goes on from the newest step that eve
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -119,6 +120,18 @@ def die_in_mid_copy(step: int, copied: int, total: int, victim: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def run_all(args: argparse.Namespace) -> None:
+    """Train, and report what became of the snapshots. What refers to the process group is local to this."""
+    run = Pipeline(args, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",)))
+    train(args, run)
+    run.snap.close()
+    report = run.snap.report()
+    run.tell("snapshots", taken=report.taken, skipped=report.skipped, failed=report.failed, text=str(report))
+    if args.traces:
+        args.traces.mkdir(parents=True, exist_ok=True)
+        run.snap.trace(str(args.traces / f"rank{run.rank}.json"))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", required=True, help="where snapshots live, on tmpfs")
@@ -136,15 +149,9 @@ def main() -> None:
     args = parse_args()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        run = Pipeline(args, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",)))
-        train(args, run)
-        run.snap.close()
-        report = run.snap.report()
-        run.tell("snapshots", taken=report.taken, skipped=report.skipped, failed=report.failed, text=str(report))
-        if args.traces:
-            args.traces.mkdir(parents=True, exist_ok=True)
-            run.snap.trace(str(args.traces / f"rank{run.rank}.json"))
+        run_all(args)
     finally:
+        gc.collect()  # models and schedulers refer to each other, and to the group: it has to end before the interpreter does
         dist.destroy_process_group()
 
 

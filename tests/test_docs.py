@@ -16,9 +16,6 @@ from ucformat.cli.app import run
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "docs/design").glob("*.md")), ROOT / "specs/format.md"]
-LEAVE, RAN = "dist.destroy_process_group()", "this rank ran to its end"
-THREAD_AT_EXIT = "terminate called without an active exception"
-"""What C++ says when a rank that has left its group exits before one of its threads has: seen now and then, under torch 2.13."""
 BLOCK = re.compile(r"^```(python|console)(?: nproc=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -36,12 +33,10 @@ def test_the_examples_of_a_page_run(
                     assert run(command[1:]) == 0, f"{line}\n{capsys.readouterr()}"
         elif processes:
             script = tmp_path / f"example{number}.py"
-            script.write_text(code.replace(LEAVE, f"print({RAN!r}, flush=True)\n{LEAVE}"))
+            script.write_text(code)
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
             done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=240, check=False)
-            ran = done.stdout.count(RAN) == int(processes)
-            assert ran, done.stderr
-            assert done.returncode == 0 or THREAD_AT_EXIT in done.stderr, done.stderr
+            assert done.returncode == 0, done.stderr
         else:
             exec(compile(code, f"{page.name} block {number}", "exec"), names)
 

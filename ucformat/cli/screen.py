@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -112,6 +113,7 @@ def join_ranks() -> Group:
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        import_module("torch.distributed.checkpoint")  # later it would keep the group: see `reshard.fsdp.known`
         dist.init_process_group("gloo")
     return current()
 

@@ -6,6 +6,7 @@ elements of which parameter lie where. FSDP2 parameters are DTensors; they only 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp._runtime_utils import _reshard
 
 from ucformat.errors import UnsupportedError
 from ucformat.reshard.leaf import Leaf
 from ucformat.reshard.placement import flat, whole
 
-_REPEATED = {ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+_REPEATED = {"NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"}
+"""Names of the sharding strategies of FSDP1 under which several ranks hold the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,27 @@ class FlatParameter:
     aliases: dict[str, str]
 
 
+def known(name: str) -> tuple[Any, ...]:
+    """A class of torch.distributed.fsdp for isinstance and issubclass, as long as nobody imported that: none, no object is of it.
+
+    It isn't imported from here: default arguments in what it imports take the process group that is alive by then, and keep
+    it. A gloo group that outlives its destruction has threads at the exit of the interpreter, which may abort the process.
+    """
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+    return () if found is None else (found,)
+
+
 def reshard(module: nn.Module) -> None:
     """Bring parameters that a forward pass left gathered back to their sharded state: that is what optimizers see.
 
     The gathered copy must go too, even where the sharded one is in use already: the next forward pass would take it for current.
     """
-    if isinstance(module, FSDPModule):
+    if isinstance(module, known("FSDPModule")):
         module.reshard()
-    if isinstance(module, FullyShardedDataParallel):
-        handle = module._handle
+    if isinstance(module, known("FullyShardedDataParallel")):
+        from torch.distributed.fsdp._runtime_utils import _reshard
+
+        handle: Any = module._handle
         if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
             _reshard(module, handle, True)
 
@@ -69,14 +81,14 @@ def flat_parameters(module: nn.Module) -> Iterator[FlatParameter]:
 
     Raises UnsupportedError for parameters that were no plain contiguous tensors when they were flattened.
     """
-    if not isinstance(module, FullyShardedDataParallel):
+    if not isinstance(module, known("FullyShardedDataParallel")):
         return
     handle = module._handle  # FSDP1 has no public view of its shards that does not gather
     if handle is None:
         return
     parameter: Any = handle.flat_param
     local = parameter.detach()
-    repeated = module.sharding_strategy in _REPEATED or dist.get_world_size(handle.process_group) < dist.get_world_size()
+    repeated = module.sharding_strategy.name in _REPEATED or dist.get_world_size(handle.process_group) < dist.get_world_size()
     originals = parameter._params if parameter._params is not None else [None] * len(parameter._fqns)
     items = []
     for i, (fqn, info) in enumerate(zip(parameter._fqns, parameter._shard_param_infos, strict=True)):

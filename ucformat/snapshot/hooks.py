@@ -1,7 +1,6 @@
-"""Where a training loop tells the snapshot engine what it does: pipeline stages, own loops, and the optimizer's step.
+"""Where a training loop tells the snapshot engine what it does: loops of one's own, and the optimizer's step.
 
-`timed_stage` makes a `PipelineStage` that reports its actions through public methods alone; every schedule of
-torch.distributed.pipelining calls these. Loops of one's own wrap their compute in `computing`.
+Pipeline stages are in `stages`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ucformat.snapshot.clock import StepClock
@@ -27,45 +24,6 @@ def computing(clock: StepClock, name: str = "compute") -> Iterator[None]:
         yield
     finally:
         clock.leave()
-
-
-class TimedStage(PipelineStage):
-    """A pipeline stage whose every action is an action of `clock`."""
-
-    clock: StepClock
-
-    def _timed(self, kind: str, microbatch: int | None, run: Callable[[], Any]) -> Any:
-        self.clock.enter(f"{self.stage_index}{kind}{'' if microbatch is None else microbatch}")
-        try:
-            return run()
-        finally:
-            self.clock.leave()
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        run = super().forward_one_chunk
-        return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        run = super().backward_one_chunk
-        kind = "B" if kwargs.get("full_backward", True) else "I"
-        return self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        run = super().backward_weight_one_chunk
-        return self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
-
-    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> Any:
-        run = super().perform_reduce_grad
-        return self._timed("REDUCE_GRAD", None, lambda: run(*args, **kwargs))
-
-
-def timed_stage(
-    clock: StepClock, module: nn.Module, stage_index: int, num_stages: int, device: torch.device, **more: Any
-) -> TimedStage:
-    """`PipelineStage(module, stage_index, num_stages, device, **more)`, timed by `clock`."""
-    stage = TimedStage(module, stage_index, num_stages, device, **more)
-    stage.clock = clock
-    return stage
 
 
 def optimizers(state: object) -> list[torch.optim.Optimizer]:

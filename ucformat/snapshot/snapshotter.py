@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from ucformat.snapshot.sources import Share, TornError, agree
 from ucformat.snapshot.taking import Places, Taking
 from ucformat.snapshot.trace import Trace, gaps
 from ucformat.snapshot.watch import Watch
+
+if TYPE_CHECKING:
+    from ucformat.snapshot.stages import TimedStage
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
 OnError = Literal["skip", "raise"]
@@ -106,9 +109,11 @@ class Snapshotter:
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
 
-    def stage(self, module: nn.Module, stage_index: int, num_stages: int, device: torch.device, **more: Any) -> hooks.TimedStage:
+    def stage(self, module: nn.Module, stage_index: int, num_stages: int, device: torch.device, **more: Any) -> TimedStage:
         """A `torch.distributed.pipelining.PipelineStage` whose actions the engine knows of."""
-        return hooks.timed_stage(self.clock, module, stage_index, num_stages, device, **more)
+        from ucformat.snapshot.stages import timed_stage
+
+        return timed_stage(self.clock, module, stage_index, num_stages, device, **more)
 
     def compute(self, name: str = "compute") -> AbstractContextManager[None]:
         """Wrap the compute of a loop of one's own: copies then run in the gaps between."""

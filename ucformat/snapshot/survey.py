@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ucformat.reshard import fsdp
@@ -109,10 +108,10 @@ def _module(module: nn.Module, found: Survey) -> None:
     if (
         kind._save_to_state_dict is not _SAVE
         or "_save_to_state_dict" in module.__dict__
-        or issubclass(kind, FullyShardedDataParallel)
+        or issubclass(kind, fsdp.known("FullyShardedDataParallel"))
     ):
         raise UnfamiliarError(kind)
-    if issubclass(kind, FSDPModule):
+    if issubclass(kind, fsdp.known("FSDPModule")):
         fsdp.reshard(module)
     parameters, buffers, children = module._parameters, module._buffers, module._modules
     transient = module._non_persistent_buffers_set

@@ -7,11 +7,11 @@ the stand-ins for stages with which torch's classes make their lists where there
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
-from torch.distributed import pipelining
 
 from ucformat.errors import UnsupportedError
 from ucformat.snapshot.schedule import Schedule, ScheduleError, gpipe, one_f_one_b, parse
@@ -51,7 +51,11 @@ def of_schedule(schedule: object) -> Schedule:
 
 
 def kind_of(schedule: object) -> str:
-    """The schedule's name as in `CLASSES`, or its class's name."""
+    """The schedule's name as in `CLASSES`, or its class's name.
+
+    Nothing is imported for it: torch.distributed.pipelining would keep the process group (see `reshard.fsdp.known`).
+    """
+    pipelining = sys.modules.get("torch.distributed.pipelining")
     for name, title in CLASSES.items():
         known = getattr(pipelining, title, None)
         if known is not None and isinstance(schedule, known):
@@ -89,6 +93,8 @@ def named(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
 
 def _stand_in(key: str, ranks: int, microbatches: int, each: int) -> object:
     """Torch's schedule object over stages that hold nothing but numbers."""
+    from torch.distributed import pipelining
+
     title = CLASSES[key]
     made = getattr(pipelining, title, None)
     if made is None:

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES
@@ -265,6 +263,9 @@ def _metadata(
     job: WriteJob, specs: Mapping[str, TensorSpec], paths: Mapping[str, tuple[str | int, ...]], placed: Sequence[Placed]
 ) -> bytes:
     """The pickled Metadata, of torch's own classes."""
+    from torch.distributed.checkpoint import metadata as torch_metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     for p in placed:
