@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import ucformat
 from tests.reshard.ranks import on_ranks
+from ucformat.formats import open_catalog
+from ucformat.group import current
 from ucformat.localdisk import LocalStore
+from ucformat.reshard.execute import Reading
+from ucformat.reshard.plan import plan, wants
+from ucformat.reshard.wake import Wake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is in the page cache")
 
@@ -99,3 +105,30 @@ def test_nothing_is_let_go_while_a_rank_can_not_show_what_it_needs(saved: Path) 
     _make_cold(_shard(saved))
     for resident in on_ranks(2, _hide_rank_1, str(saved)):
         assert resident >= 40 * MIB
+
+
+def _in_turn(folder: str) -> list[int]:
+    """One rank reads all, then the other: bytes in the page cache after each."""
+    catalog = open_catalog(folder)
+    reading = Reading(plan(catalog, wants(catalog, [("w", None)])), [torch.empty(ROWS, COLUMNS)])
+    shard, here, group, resident = _shard(Path(folder)), reading.look(), current(), []
+    dist.barrier()
+    with Wake(catalog, reading.tasks, here) as wake:
+        wake.join(group)
+        for turn in range(group.size):
+            if group.rank == turn:
+                with catalog.store.reader(catalog.files[reading.tasks[0].file].path) as reader:
+                    for task in reading.tasks:
+                        reader.read_into(task.low, np.empty(task.high - task.low, dtype=np.uint8))
+                        wake.passed(task, reader)
+            dist.barrier()
+            resident.append(_resident(shard))
+            dist.barrier()
+    return resident
+
+
+def test_what_another_rank_has_still_to_read_stays_until_it_has(saved: Path) -> None:
+    _make_cold(_shard(saved))
+    for after_first, after_both in on_ranks(2, _in_turn, str(saved)):
+        assert after_first >= 40 * MIB
+        assert after_both <= EDGES
