@@ -119,6 +119,10 @@ class FragmentTable:
         lo, hi = np.searchsorted(self.tensor, [tensor, tensor + 1])
         return slice(int(lo), int(hi))
 
+    def strides(self, rows: Ints | slice = slice(None)) -> Ints:
+        """(len(rows), D) in items, as `stride` says or as row-major ones are; of all fragments by default."""
+        return row_major(self.length[rows]) if self.stride is None else self.stride[rows]
+
     def box(self, row: int, ndim: int) -> Box:
         return Box(tuple(map(int, self.offset[row, :ndim])), tuple(map(int, self.length[row, :ndim])))
 
@@ -170,6 +174,13 @@ class Catalog:
     def nbytes(self) -> int:
         """Bytes of all logical tensors, each tied one once."""
         return sum(spec.nbytes for spec in self.tensors)
+
+    def stops(self, rows: Ints | slice = slice(None)) -> Ints:
+        """(len(rows),) one past each fragment's last byte in its file; of all fragments by default."""
+        table = self.fragments
+        size = np.array([spec.kind.itemsize for spec in self.tensors], dtype=np.int64)[table.tensor[rows]]
+        stops: Ints = table.start[rows] + (((table.length[rows] - 1) * table.strides(rows)).sum(axis=1) + 1) * size
+        return stops
 
     def filter(self, keep: Callable[[str], bool]) -> Catalog:
         """The catalog of those names (aliases too) that `keep` accepts; values and files stay.

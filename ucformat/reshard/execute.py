@@ -339,10 +339,8 @@ class Reading:
 
     def _copy_box(self, piece: int, data: Bytes) -> None:
         want = int(self.plan.want[piece])
-        kind, table = self.kinds[want], self.catalog.fragments
-        ndim = self.dest[want].dim()
-        fragment = self.plan.fragment[piece : piece + 1]
-        stride = row_major(table.length[fragment]) if table.stride is None else table.stride[fragment]
+        kind, ndim = self.kinds[want], self.dest[want].dim()
+        stride = self.catalog.fragments.strides(self.plan.fragment[piece : piece + 1])
         size = self.plan.length[piece, :ndim].tolist()
         source = _typed(data, kind).as_strided(size, stride[0, :ndim].tolist())
         low = (self.plan.offset[piece] - self.plan.wants.offset[want])[:ndim].tolist()
@@ -388,8 +386,5 @@ def tensors_at(catalog: Catalog, file: int, start: int, stop: int) -> list[str]:
     """Names of the tensors that have bytes in [start, stop) of a file."""
     table = catalog.fragments
     rows = np.flatnonzero(table.file == file)
-    size = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.int64)[table.tensor[rows]]
-    stride = row_major(table.length[rows]) if table.stride is None else table.stride[rows]
-    end = table.start[rows] + (((table.length[rows] - 1) * stride).sum(axis=1) + 1) * size
-    hit = rows[(table.start[rows] < stop) & (end > start)]
+    hit = rows[(table.start[rows] < stop) & (catalog.stops(rows) > start)]
     return [catalog.tensors[i].name for i in np.unique(table.tensor[hit])]

@@ -221,7 +221,7 @@ def _place(
     table = catalog.fragments
     itemsize = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.int64)
     size = itemsize[table.tensor[fragment]] if len(fragment) else np.empty(0, dtype=np.int64)
-    stride = row_major(table.length[fragment]) if table.stride is None else table.stride[fragment]
+    stride = table.strides(fragment)
     start = table.start[fragment] + ((offset - table.offset[fragment]) * stride).sum(axis=1) * size
     span = ((length - 1) * stride).sum(axis=1) + 1
     dense = row_major(length)
@@ -238,7 +238,7 @@ def cut(plan: ReadPlan, which: NDArray[np.bool_]) -> ReadPlan:
     parts: list[tuple[int, Ints, Ints]] = []
     for k in np.flatnonzero(large):
         fragment = plan.fragment[k : k + 1]
-        stride = (row_major(table.length[fragment]) if table.stride is None else table.stride[fragment])[0]
+        stride = table.strides(fragment)[0]
         size = plan.catalog.tensors[table.tensor[fragment[0]]].kind.itemsize
         for offset, length in _halves(plan.offset[k], plan.length[k], stride, size):
             parts.append((int(k), offset, length))

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from ucformat.catalog import Catalog, row_major
+from ucformat.catalog import Catalog
 from ucformat.group import Group
 from ucformat.reshard.tasks import Task
 from ucformat.storage import Reader
@@ -122,13 +122,9 @@ class Wake:
 
 def _bases(catalog: Catalog) -> list[int]:
     """(files + 1,) the number of each file's first cell: equal on all ranks."""
-    table = catalog.fragments
-    size = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.int64)[table.tensor]
-    stride = row_major(table.length) if table.stride is None else table.stride
-    stop = table.start + (((table.length - 1) * stride).sum(axis=1) + 1) * size
-    stops = np.zeros(len(catalog.files), dtype=np.int64)
-    np.maximum.at(stops, table.file, stop)
-    count = stops // CELL_BYTES + 2  # what is read of a file can end a block later
+    size = np.zeros(len(catalog.files), dtype=np.int64)
+    np.maximum.at(size, catalog.fragments.file, catalog.stops())
+    count = size // CELL_BYTES + 2  # what is read of a file can end a block later
     bases: list[int] = [0, *np.cumsum(count).tolist()]
     return bases
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ucformat.box import Box, Ints
-from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes, row_major
+from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
 from ucformat.formats.deepspeed.flat import Pieces
@@ -121,7 +121,7 @@ def _merge(tables: Sequence[FragmentTable]) -> FragmentTable:
     order = np.argsort(tensor, kind="stable")
     stride = None
     if any(table.stride is not None for table in tables):
-        stride = np.concatenate([row_major(table.length) if table.stride is None else table.stride for table in tables])[order]
+        stride = np.concatenate([table.strides() for table in tables])[order]
     return FragmentTable(
         tensor[order],
         np.concatenate([table.file for table in tables])[order],
