@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.plan import COLUMNS, READER, READERS, ROWS
-from ucformat import checks
 from ucformat.box import Box
 from ucformat.catalog import FragmentTable, TensorSpec
+from ucformat.containers import checksums
 from ucformat.formats import native
+from ucformat.formats.native.manifest import MANIFEST, FileRecord, Record, build_index, encode_record
+from ucformat.formats.native.shard import PAGE, ShardRecord, hex_digest
 from ucformat.formats.source import locate
-from ucformat.manifest import MANIFEST, FileRecord, Record, build_index, encode_record
-from ucformat.reshard.plan import plan, wants
-from ucformat.shard import PAGE, ShardRecord, hex_digest
-from ucformat.values_json import encode
+from ucformat.reshard.reading.plan import plan, wants
+from ucformat.values.codec import encode
 
 PIECE_BYTES = ROWS * COLUMNS * 2  # BF16
 
@@ -47,7 +47,7 @@ def write_native(place: Path, tensors: int, shards: int) -> None:
     table = FragmentTable(tensor, shard, PAGE + tensor.astype(np.int64) * PIECE_BYTES, offset, length)
     index = build_index([TensorSpec(name, "BF16", (ROWS * shards, COLUMNS)) for name in tensor_names(tensors)], table)
     table_start = PAGE + tensors * PIECE_BYTES
-    blocks = -(-tensors * PIECE_BYTES // checks.BLOCK_BYTES)
+    blocks = -(-tensors * PIECE_BYTES // checksums.BLOCK_BYTES)
     size = table_start + -(-8 * blocks // PAGE) * PAGE
     nothing = "0" * 16
     records = tuple(ShardRecord(f"shards/{i:05d}.safetensors", size, PAGE, table_start, nothing, nothing) for i in range(shards))
@@ -56,7 +56,7 @@ def write_native(place: Path, tensors: int, shards: int) -> None:
             file.truncate(size)
     (place / "index.safetensors").write_bytes(index)
     about = FileRecord("index.safetensors", len(index), hex_digest(index))
-    written = Record(index=about, shards=records, block_bytes=checks.BLOCK_BYTES, values=msgspec.Raw(encode({})))
+    written = Record(index=about, shards=records, block_bytes=checksums.BLOCK_BYTES, values=msgspec.Raw(encode({})))
     (place / MANIFEST).write_bytes(encode_record(written))
 
 

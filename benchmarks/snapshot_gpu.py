@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ucformat
 from benchmarks.report import GB, Line, Result, arguments
-from ucformat.snapshot.room import room
+from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.snapshotter import Snapshotter
 
 NAME = "snapshot_gpu"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.report import MIB
-from ucformat.snapshot.bubbles import Mode
+from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.snapshotter import Snapshotter
 
 MICROBATCHES = 4

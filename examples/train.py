@@ -28,7 +28,7 @@ import ucformat
 from examples.digest import state_digests
 from examples.gpt import GPT, GPTConfig, apply_data_parallel, apply_tensor_parallel, keep_stage, loss_of
 from examples.text import TextSampler, load_corpus
-from ucformat.reshard.wrappers import RankLocalItem
+from ucformat.reshard.state.markers import RankLocalItem
 
 BATCH = 12  # samples per step of the whole job: 2 and 3 data-parallel ranks both divide it
 MICROBATCHES = 4  # per step of a pipeline

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ucformat.formats.native.manifest import VERSION, Envelope, Record
+from ucformat.formats.native.shard import ShardNote
 from ucformat.formats.snapshot import SlotRecord
-from ucformat.manifest import VERSION, Envelope, Record
-from ucformat.shard import ShardNote
-from ucformat.values_json import TAGS
+from ucformat.values.codec import TAGS
 
 SCHEMA = Path(__file__).with_name("ucf.schema.json")
 

@@ -15,9 +15,10 @@ from ucformat.dtypes import from_torch
 from ucformat.formats import native
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
-from ucformat.localdisk import LocalStore
-from ucformat.reshard.fill import TensorFill
-from ucformat.storage import Bytes, Reader, Store, open_store
+from ucformat.reshard.reading.fill import TensorFill
+from ucformat.storage.local import LocalStore
+from ucformat.storage.open import open_store
+from ucformat.storage.store import Bytes, Reader, Store
 
 
 def write_native(

@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import split_evenly, write_native
 from ucformat.catalog import Notes
 from ucformat.dtypes import DTYPES
-from ucformat.values import ArrayRef, Opaque, RankLocal, TensorRef
+from ucformat.values.tree import ArrayRef, Opaque, RankLocal, TensorRef
 
 FOLDER = Path(__file__).parent / "data" / "golden"
 ALIASES = {"model/tied": "model/F32"}

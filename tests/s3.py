@@ -16,7 +16,7 @@ from typing import Any
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-from ucformat.storage import open_store
+from ucformat.storage.open import open_store
 
 _CLIENT = """
 import json, os, sys

@@ -36,7 +36,7 @@ from ucformat.errors import (
     UnrepresentableError,
     ValueConflictError,
 )
-from ucformat.values import RankLocal
+from ucformat.values.tree import RankLocal
 
 
 class Net(nn.Module):

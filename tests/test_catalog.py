@@ -11,7 +11,7 @@ import pytest
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, TensorSpec, row_major
 from ucformat.errors import FormatError
-from ucformat.storage import open_store
+from ucformat.storage.open import open_store
 
 
 @pytest.fixture

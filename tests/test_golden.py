@@ -9,14 +9,14 @@ import pytest
 from tests import golden
 from tests.checkpoints import bits
 from ucformat import formats
-from ucformat.reshard.read import read
-from ucformat.values import encode
+from ucformat.reshard.reading.lazy import read
+from ucformat.values.tree import encode
 
 VERSIONS = sorted(path for path in golden.FOLDER.iterdir() if path.is_dir())
 
 
 def test_there_is_one_for_this_version() -> None:
-    from ucformat.manifest import VERSION
+    from ucformat.formats.native.manifest import VERSION
 
     assert VERSION in {path.name for path in VERSIONS}
 

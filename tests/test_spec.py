@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from specs.generate import SCHEMA, text
-from tests.snapshot import slotfill
+from tests.snapshot.rigs import slotfill
 from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record, read_snapshot
 from tests.spec_reader import safetensors as read_header
 from ucformat import values
@@ -24,11 +24,11 @@ from ucformat.catalog import Notes, TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
 from ucformat.formats import native
 from ucformat.formats.target import Target, WriteJob
-from ucformat.reshard.fill import TensorFill
-from ucformat.reshard.read import read
-from ucformat.snapshot.slots import SlotSet
-from ucformat.storage import open_store
-from ucformat.values_json import TAGS
+from ucformat.reshard.reading.fill import TensorFill
+from ucformat.reshard.reading.lazy import read
+from ucformat.snapshot.slots.slot_set import SlotSet
+from ucformat.storage.open import open_store
+from ucformat.values.codec import TAGS
 
 SLOT = {"$ref": "#/$defs/SlotFile", "$defs": json.loads(text())["$defs"]}
 SPEC = SCHEMA.with_name("format.md").read_text()

@@ -14,11 +14,11 @@ from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
     from ucformat.api import convert, load, open, save, steps  # noqa: A004  # the verb that users expect
-    from ucformat.reshard.lazy import Checkpoint, LazyTensor
-    from ucformat.reshard.wrappers import FlatShard, RankLocalItem, Shard, rank_local
-    from ucformat.snapshot.persistence import Persist
+    from ucformat.reshard.reading.lazy import Checkpoint, LazyTensor
+    from ucformat.reshard.state.markers import FlatShard, RankLocalItem, Shard, rank_local
+    from ucformat.snapshot.keeper.handoff import Persist
     from ucformat.snapshot.snapshotter import Snapshotter
-    from ucformat.values_json import Opaque, RankLocal
+    from ucformat.values.codec import Opaque, RankLocal
 
 __all__ = [
     "save",
@@ -41,10 +41,10 @@ __all__ = [
 __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(("convert", "load", "open", "save", "steps"), "api"),
-    **dict.fromkeys(("Checkpoint", "LazyTensor"), "reshard.lazy"),
-    **dict.fromkeys(("FlatShard", "RankLocalItem", "Shard", "rank_local"), "reshard.wrappers"),
-    **dict.fromkeys(("Opaque", "RankLocal"), "values_json"),
-    "Persist": "snapshot.persistence",
+    **dict.fromkeys(("Checkpoint", "LazyTensor"), "reshard.reading.lazy"),
+    **dict.fromkeys(("FlatShard", "RankLocalItem", "Shard", "rank_local"), "reshard.state.markers"),
+    **dict.fromkeys(("Opaque", "RankLocal"), "values.codec"),
+    "Persist": "snapshot.keeper.handoff",
     "Snapshotter": "snapshot.snapshotter",
 }
 

@@ -11,15 +11,15 @@ from ucformat import formats, values
 from ucformat.catalog import Catalog
 from ucformat.errors import NotACheckpointError
 from ucformat.formats import native
+from ucformat.formats.native.manifest import MANIFEST
 from ucformat.formats.source import Source, locate
 from ucformat.group import current
-from ucformat.manifest import MANIFEST
 from ucformat.reshard.convert import convert
-from ucformat.reshard.lazy import Checkpoint
 from ucformat.reshard.load import LoadOptions, load_state
-from ucformat.reshard.read import read_many
+from ucformat.reshard.reading.lazy import Checkpoint, read_many
 from ucformat.reshard.save import SaveOptions, save_state
-from ucformat.storage import Store, open_store
+from ucformat.storage.open import open_store
+from ucformat.storage.store import Store
 
 __all__ = ["convert", "load", "open", "save"]
 

@@ -18,7 +18,7 @@ from ucformat import box as boxes
 from ucformat.box import Box, Ints
 from ucformat.dtypes import DTYPES, DType
 from ucformat.errors import FormatError
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 MAX_BYTES = (1 << 63) - 1  # of a tensor, and of any of its dimensions: offsets are int64
 

@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
+from ucformat.containers.file_image import Part
 from ucformat.formats import dcp as our_dcp
 from ucformat.formats.target import Target, WriteJob
 from ucformat.group import current
-from ucformat.image import Part
-from ucformat.storage import open_store
+from ucformat.storage.open import open_store
 
 UNEVEN = {"rows": (1023, 4), "two": (2, 3), "thirty": (31,), "columns": (3, 10), "empty": (0, 5)}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ucformat.catalog import Catalog
 from ucformat.formats import deepspeed
 from ucformat.formats.source import locate
-from ucformat.reshard.read import read
+from ucformat.reshard.reading.lazy import read
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 REFUSED = {"pp2dp2": "pipeline", "tp2": "tensor", "moe": "mixture of experts", "uni": "universal"}

@@ -45,10 +45,10 @@ from ucformat.formats import open_catalog
 from ucformat.formats.dcp import writer as dcp_writer
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
-from ucformat.reshard.fill import CatalogFill
-from ucformat.reshard.read import read
-from ucformat.storage import open_store
-from ucformat.values_json import ArrayRef, Opaque, TensorRef
+from ucformat.reshard.reading.fill import CatalogFill
+from ucformat.reshard.reading.lazy import read
+from ucformat.storage.open import open_store
+from ucformat.values.codec import ArrayRef, Opaque, TensorRef
 
 # stock DCP without a process group warns that it runs in a single process
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")

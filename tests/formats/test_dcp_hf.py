@@ -17,8 +17,8 @@ from ucformat.catalog import Catalog
 from ucformat.errors import CoverageError, FormatError, UcformatError
 from ucformat.formats import dcp_hf, open_named
 from ucformat.formats.source import Source
-from ucformat.reshard.read import read
-from ucformat.storage import open_store
+from ucformat.reshard.reading.lazy import read
+from ucformat.storage.open import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
 

@@ -33,8 +33,8 @@ from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, DTypeMismatchError, MissingFileError, NamesMismatchError, NotACheckpointError
 from ucformat.formats import deepspeed
 from ucformat.formats.source import Source, locate
-from ucformat.reshard.read import read, read_many
-from ucformat.values import Opaque, decode, encode
+from ucformat.reshard.reading.lazy import read, read_many
+from ucformat.values.tree import Opaque, decode, encode
 
 LEFT_OUT = {"z2exclude", "z3exclude"}
 """Saved with exclude_frozen_parameters: fc1 is not in the files."""

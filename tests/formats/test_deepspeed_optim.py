@@ -21,7 +21,7 @@ from tests.formats.deepspeed_fixtures import (
     optimizer_files,
     parameters_with_state,
 )
-from ucformat.reshard.read import read
+from ucformat.reshard.reading.lazy import read
 
 
 def test_one_dict_of_shapes_is_one_group(tmp_path: Path) -> None:

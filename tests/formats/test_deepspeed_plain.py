@@ -16,9 +16,9 @@ from tests.formats.deepspeed_fixtures import DATA, copy_of, edit, load, model_fi
 from ucformat.formats import deepspeed
 from ucformat.formats.deepspeed.plain import Numbered, assign
 from ucformat.formats.source import locate
-from ucformat.reshard.read import read
-from ucformat.safepickle import StoredStorage, StoredTensor, open_torch_zip
-from ucformat.storage import open_store
+from ucformat.pickles.unpickle import StoredStorage, StoredTensor, open_torch_zip
+from ucformat.reshard.reading.lazy import read
+from ucformat.storage.open import open_store
 
 SHAPES = {
     "emb.weight": 2,

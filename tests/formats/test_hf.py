@@ -18,14 +18,14 @@ from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
 from ucformat.errors import ExistsError, FormatError, MissingFileError, UcformatError, UnsupportedError
-from ucformat.formats import companions, hf
+from ucformat.formats import hf, sidecar_files
 from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import Target, WriteJob
-from ucformat.localdisk import LocalStore
-from ucformat.reshard.fill import TensorFill
-from ucformat.reshard.read import read
-from ucformat.storage import open_store
+from ucformat.reshard.reading.fill import TensorFill
+from ucformat.reshard.reading.lazy import read
+from ucformat.storage.local import LocalStore
+from ucformat.storage.open import open_store
 
 State = Mapping[str, torch.Tensor]
 
@@ -409,7 +409,7 @@ def test_configuration_and_tokenizer_travel_and_weights_do_not(model_folder: Pat
 
 def test_companions_survive_a_format_that_keeps_them_in_a_folder(model_folder: Path, tmp_path: Path) -> None:
     between = open_store(str(tmp_path / "between"))
-    assert companions.carry(locate(str(model_folder)), between, companions.PREFIX) == ()
+    assert sidecar_files.carry(locate(str(model_folder)), between, sidecar_files.PREFIX) == ()
     assert files_of(tmp_path / "between/companions") == COMPANIONS
     hf.write(job(tmp_path / "out", {"model/a": torch.ones(1)}, source=Source(between)))
     assert files_of(tmp_path / "out") == COMPANIONS | {"model.safetensors"}
@@ -418,8 +418,8 @@ def test_companions_survive_a_format_that_keeps_them_in_a_folder(model_folder: P
 def test_a_companion_that_is_too_large_is_left_and_told(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(companions, "MAX_BYTES", 10)
-    remarks = companions.carry(locate(str(model_folder)), open_store(str(tmp_path / "out")))
+    monkeypatch.setattr(sidecar_files, "MAX_BYTES", 10)
+    remarks = sidecar_files.carry(locate(str(model_folder)), open_store(str(tmp_path / "out")))
     assert any("tokenizer.json" in text for text in remarks)
     assert files_of(tmp_path / "out") == {"merges.txt", "README.md"}
 

@@ -22,7 +22,7 @@ from ucformat.formats import hf_bin
 from ucformat.formats.source import locate
 from ucformat.reshard.convert import convert
 from ucformat.reshard.diff import diff
-from ucformat.reshard.read import read
+from ucformat.reshard.reading.lazy import read
 
 State = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ import ucformat
 from tests.checkpoints import bits
 from tests.s3 import Clients, Server, objects, serving
 from ucformat.errors import ExistsError, FormatError, MissingFileError, NotACheckpointError, StorageError
-from ucformat.storage import open_store
+from ucformat.storage.open import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 LAST = {"hf": "model.safetensors.index.json", "dcp": ".metadata"}

@@ -12,17 +12,17 @@ import torch
 import ucformat
 from tests.checkpoints import bits, flip
 from tests.cli.calls import Program
-from tests.snapshot.slotfill import SMALL, W, assert_is_step, hash_slot, opened, pieces, take
+from tests.snapshot.rigs.slotfill import SMALL, W, assert_is_step, hash_slot, opened, pieces, take
 from ucformat import formats, values
 from ucformat.errors import ChecksumError, FormatError, MissingFileError, NotACheckpointError, VersionError
 from ucformat.formats import snapshot
+from ucformat.formats.native.manifest import seal
 from ucformat.formats.snapshot import SlotRecord, decode_slot, encode_slot, open_catalog, survey
 from ucformat.formats.source import Source, locate
-from ucformat.manifest import seal
-from ucformat.reshard.collect import collect
-from ucformat.reshard.read import read
-from ucformat.snapshot.slots import Slot, SlotSet
-from ucformat.storage import open_store
+from ucformat.reshard.reading.lazy import read
+from ucformat.reshard.state.walk import collect
+from ucformat.snapshot.slots.slot_set import Slot, SlotSet
+from ucformat.storage.open import open_store
 
 
 @pytest.fixture

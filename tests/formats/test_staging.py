@@ -14,8 +14,9 @@ import pytest
 from ucformat.errors import ExistsError, StorageError, UnsupportedError
 from ucformat.formats import staging
 from ucformat.formats.target import WriteJob
-from ucformat.objectstore import FsspecStore
-from ucformat.storage import Store, open_store
+from ucformat.storage.fsspec_store import FsspecStore
+from ucformat.storage.open import open_store
+from ucformat.storage.store import Store
 
 SHARD, LAST = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
 OTHER = "model-00002-of-00002.safetensors"  # of a checkpoint, too

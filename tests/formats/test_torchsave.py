@@ -17,6 +17,7 @@ import torch
 from tests.torchfiles import rewrite
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
+from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail
 from ucformat.dtypes import DTYPES
 from ucformat.errors import (
     ChecksumError,
@@ -30,11 +31,11 @@ from ucformat.errors import (
 from ucformat.formats import torchsave
 from ucformat.formats.source import Source
 from ucformat.formats.target import Target, WriteJob
-from ucformat.formats.torchrecords import Outgoing, RecordWriter, pickle_tree, write_head, write_tail
-from ucformat.reshard.fill import CatalogFill
-from ucformat.reshard.read import read
-from ucformat.storage import Bytes, open_store
-from ucformat.values_json import ArrayRef, Opaque, RankLocal, TensorRef
+from ucformat.reshard.reading.fill import CatalogFill
+from ucformat.reshard.reading.lazy import read
+from ucformat.storage.open import open_store
+from ucformat.storage.store import Bytes
+from ucformat.values.codec import ArrayRef, Opaque, RankLocal, TensorRef
 
 TORCH_DTYPES = [kind for kind in DTYPES.values() if not kind.name.startswith("F6_")]
 

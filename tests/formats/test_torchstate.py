@@ -11,7 +11,7 @@ import pytest
 
 from ucformat.errors import UnrepresentableError
 from ucformat.formats.torchstate import plain, to_canonical, to_torch
-from ucformat.values_json import Opaque, RankLocal
+from ucformat.values.codec import Opaque, RankLocal
 
 
 class Leaf:

@@ -20,12 +20,12 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, TensorSpec
 from ucformat.dtypes import from_torch
 from ucformat.group import current
-from ucformat.reshard.collect import Collected, collect
-from ucformat.reshard.execute import execute
-from ucformat.reshard.plan import plan, wants
-from ucformat.reshard.read import read_many
-from ucformat.reshard.restore import Loading, prepare, restore
-from ucformat.storage import open_store
+from ucformat.reshard.reading.execute import execute
+from ucformat.reshard.reading.lazy import read_many
+from ucformat.reshard.reading.plan import plan, wants
+from ucformat.reshard.restoring.prepare import Loading, prepare, restore
+from ucformat.reshard.state.walk import Collected, collect
+from ucformat.storage.open import open_store
 
 
 @dataclass

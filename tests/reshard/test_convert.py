@@ -32,10 +32,10 @@ from ucformat.errors import (
 )
 from ucformat.formats import native
 from ucformat.reshard.convert import convert, prepare
-from ucformat.reshard.layout import parse
-from ucformat.reshard.read import read
+from ucformat.reshard.reading.lazy import read
+from ucformat.reshard.selection.mesh_layout import parse
 from ucformat.reshard.verify import verify
-from ucformat.storage import open_store
+from ucformat.storage.open import open_store
 
 State = dict[str, torch.Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what stock DCP says to one process

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from tests.checkpoints import flip, open_native, write_native
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, Checks, File, StaticChecks
-from ucformat.checks import digest
+from ucformat.containers.checksums import digest
 from ucformat.formats import hf
 from ucformat.formats.source import locate
-from ucformat.localdisk import LocalStore
 from ucformat.reshard.convert import convert
 from ucformat.reshard.verify import STEP_BYTES, verify
+from ucformat.storage.local import LocalStore
 
 
 @pytest.fixture

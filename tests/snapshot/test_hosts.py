@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ucformat
-from tests.snapshot.jobs import Job, dawdle, united
-from ucformat.reshard.read import read
+from tests.snapshot.rigs.jobs import Job, dawdle, united
+from ucformat.reshard.reading.lazy import read
 
 WORLD = 4
 BEHIND = 20  # steps in a row of which no version is whole: never by chance, but if ranks keep what the others lack

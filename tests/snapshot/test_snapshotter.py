@@ -16,14 +16,14 @@ from torch import nn
 import ucformat
 from benchmarks.snapshot_loop import Loop, Setting
 from tests.reshard.ranks import on_ranks, same
+from ucformat.containers.file_image import Part
 from ucformat.errors import NotACheckpointError
-from ucformat.image import Part
-from ucformat.reshard.fill import TensorFill
-from ucformat.snapshot import slots
-from ucformat.snapshot.bubbles import Mode
-from ucformat.snapshot.room import room
+from ucformat.reshard.reading.fill import TensorFill
+from ucformat.snapshot.copyplan.plan import Mode
+from ucformat.snapshot.slots import slot_set
+from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.snapshotter import Snapshotter
-from ucformat.snapshot.sources import MovedError
+from ucformat.snapshot.source.share import MovedError
 
 STEPS = 8  # the first plan is made in the fourth
 
@@ -318,7 +318,7 @@ def test_slots_outlive_the_engine_unless_they_are_removed(place: Path) -> None:
 
 
 def test_memory_that_is_too_small_is_told_before_anything_is_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "room", lambda directory: replace(room(directory), free=1000))
+    monkeypatch.setattr(slot_set, "room", lambda directory: replace(room(directory), free=1000))
     training = Training(place)
     training.update()
     training.take()

@@ -17,9 +17,9 @@ from torch import nn
 
 import ucformat
 from tests.reshard.ranks import on_ranks, same
-from tests.snapshot.simulated import SimDevice
-from ucformat.snapshot import device as device_module
-from ucformat.snapshot.bubbles import Mode
+from tests.snapshot.rigs.simulated import SimDevice
+from ucformat.snapshot.copying import device as device_module
+from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.snapshotter import Snapshotter
 
 STEPS = 9  # the first plan is made in the fourth

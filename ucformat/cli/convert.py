@@ -12,7 +12,7 @@ from ucformat.cli.screen import bytes_text, count_text, join_ranks, parse_size, 
 
 if TYPE_CHECKING:
     from ucformat.reshard.convert import Conversion, Report
-    from ucformat.reshard.layout import Layout
+    from ucformat.reshard.selection.mesh_layout import Layout
 
 _NAMES_SHOWN = 6
 
@@ -63,7 +63,7 @@ def convert(
 def read_layout(text: str) -> Layout:
     """`dp=2,tp=4`, or the name of a JSON file."""
     from ucformat.errors import LayoutError
-    from ucformat.reshard.layout import parse
+    from ucformat.reshard.selection.mesh_layout import parse
 
     if not os.path.isfile(text):
         return parse(text)

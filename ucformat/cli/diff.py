@@ -25,9 +25,9 @@ def diff(
     Exit status 0 when they are equal, 1 when they differ. Tied weights that one side stores under one name only are equal.
     """
     from ucformat.formats import open_catalog
-    from ucformat.reshard.choose import expect_matches, narrow
     from ucformat.reshard.diff import Tolerance
     from ucformat.reshard.diff import diff as compare
+    from ucformat.reshard.selection.select import expect_matches, narrow
 
     if not is_leader():
         return

@@ -50,7 +50,7 @@ def inspect(
     Reads metadata only, whatever the size of the checkpoint.
     """
     from ucformat.formats import open_named
-    from ucformat.reshard.choose import expect_matches, narrow
+    from ucformat.reshard.selection.select import expect_matches, narrow
 
     if not is_leader():
         return
@@ -88,7 +88,7 @@ def _rows(catalog: Catalog, boxes: bool) -> Iterator[TensorRow]:
 def _document(path: str, name: str, catalog: Catalog, fragments: bool) -> dict[str, object]:
     import msgspec
 
-    from ucformat.values import encode
+    from ucformat.values.tree import encode
 
     return {
         "path": path,

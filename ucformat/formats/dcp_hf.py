@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
+from ucformat.containers.safetensors_header import Entry, Header, distinct, is_safetensors, read_header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
-from ucformat.safetensors_header import Entry, Header, distinct, is_safetensors, read_header
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 NAME = "dcp-hf"
 KEY = "DCP_SHARDING_INFO"

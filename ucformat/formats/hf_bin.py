@@ -16,8 +16,8 @@ from ucformat.formats.hf.files import FileSet, read_each, read_index, shard_set
 from ucformat.formats.hf.writer import MODEL
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, file_of, is_tensor, placeholders
-from ucformat.safepickle import TorchFile, open_torch_zip, to_values
-from ucformat.storage import Store
+from ucformat.pickles.unpickle import TorchFile, open_torch_zip, to_values
+from ucformat.storage.store import Store
 
 NAME = "hf-bin"
 SUFFIX = ".bin"

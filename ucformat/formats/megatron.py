@@ -12,7 +12,7 @@ import re
 from ucformat.catalog import Catalog
 from ucformat.errors import UcformatError, UnsupportedError
 from ucformat.formats.source import Source
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 NAME = "megatron"
 

@@ -12,10 +12,10 @@ from types import ModuleType
 
 from ucformat import formats
 from ucformat.errors import NotACheckpointError, UcformatError, UnsupportedError
-from ucformat.formats import companions
+from ucformat.formats import sidecar_files
 from ucformat.formats.source import Source
-from ucformat.localdisk import LocalStore
-from ucformat.storage import Store
+from ucformat.storage.local import LocalStore
+from ucformat.storage.store import Store
 
 Owns = Callable[[str], bool]
 """Whether a path in the directory belongs to the checkpoint."""
@@ -35,7 +35,7 @@ def owner(store: Store) -> Owns:
     if pattern is None:
         why = f"holds a checkpoint of the format {module.NAME}, which is never replaced: remove it yourself"
         raise UnsupportedError(store.url, why)
-    named, travels = _chosen(module, source), companions.owner(store.list())
+    named, travels = _chosen(module, source), sidecar_files.owner(store.list())
     return lambda path: pattern.fullmatch(path) is not None or path in named or travels(path)
 
 

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from ucformat.errors import ExistsError, StorageError, UnsupportedError
-from ucformat.formats import companions
+from ucformat.formats import sidecar_files
 from ucformat.formats.owned import owner, walk
-from ucformat.objectstore import FsspecStore
-from ucformat.storage import Store
+from ucformat.storage.fsspec_store import FsspecStore
+from ucformat.storage.store import Store
 
 PARTIAL = ".partial"
 MARKER = "ucformat.json"
@@ -136,7 +136,7 @@ def _exchange(attempt: Attempt, last: str) -> list[str]:
 def check_kept(store: Store, paths: Iterable[str]) -> None:
     """Refuse to write over `paths`, which are not the old checkpoint's, unless as one model's configuration over another's."""
     for path in paths:
-        if not companions.is_companion(path.rpartition("/")[2]):
+        if not sidecar_files.is_companion(path.rpartition("/")[2]):
             why = "is no part of the checkpoint that is to be replaced, and the new one has a file of that name: move it away"
             raise UnsupportedError(f"{store.url}/{path}", why)
 

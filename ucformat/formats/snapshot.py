@@ -20,10 +20,10 @@ from ucformat import values as trees
 from ucformat.catalog import Catalog, File, Notes
 from ucformat.errors import ChecksumError, FormatError, NotACheckpointError, UcformatError
 from ucformat.formats import native
+from ucformat.formats.native.manifest import VERSION, check_sizes, seal, unseal
+from ucformat.formats.native.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
 from ucformat.formats.source import Source
-from ucformat.manifest import VERSION, check_sizes, seal, unseal
-from ucformat.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 NAME = "snapshot"
 LOCK = "lock"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ucformat.errors import MissingFileError
-from ucformat.storage import Store, open_store
+from ucformat.storage.open import open_store
+from ucformat.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)

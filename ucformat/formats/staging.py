@@ -21,9 +21,9 @@ from ucformat.formats import partial
 from ucformat.formats.owned import Owns, owner, walk
 from ucformat.formats.partial import PARTIAL, check_kept
 from ucformat.formats.target import WriteJob
-from ucformat.localdisk import LocalStore, sync_directory
-from ucformat.objectstore import FsspecStore
-from ucformat.storage import Store, Writer
+from ucformat.storage.fsspec_store import FsspecStore
+from ucformat.storage.local import LocalStore, sync_directory
+from ucformat.storage.store import Store, Writer
 
 _AT_FDCWD = -100  # Linux: paths are relative to the working directory
 _RENAME_EXCHANGE = 2  # Linux: swap two names in one step

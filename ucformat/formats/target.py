@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
+from ucformat.containers.file_image import Fill, Part
 from ucformat.dtypes import DTYPES
 from ucformat.formats.source import Source
 from ucformat.group import Group
-from ucformat.image import Fill, Part
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 MAX_FILE_BYTES = 4 << 30  # a size that object stores and file systems both take, and that spreads over ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ucformat.safepickle import Inert
+from ucformat.pickles.unpickle import Inert
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _MAX_DEPTH = 64  # modules within modules: more is a cycle or an attack

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ucformat.errors import UnrepresentableError
-from ucformat.values_json import Opaque, RankLocal
+from ucformat.values.codec import Opaque, RankLocal
 
 Nest = dict[str, Any]
 

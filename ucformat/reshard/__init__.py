@@ -1,1 +1,1 @@
-"""Functions on catalogs: plan, read, cut for layouts, convert, compare, verify; collect live state and load into it."""
+"""The verbs on catalogs (save, load, convert, diff, verify) and the rooms they use. Called by `api`, `snapshot` and `cli`."""

@@ -20,16 +20,17 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
-from ucformat.formats import companions, native, owned, partial
+from ucformat.formats import native, owned, partial, sidecar_files
 from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Target, WriteJob
 from ucformat.group import Group
-from ucformat.reshard.choose import Chosen, choose
-from ucformat.reshard.fill import CatalogFill
-from ucformat.reshard.layout import Layout, cut
-from ucformat.reshard.plan import ReadPlan, plan, wants
-from ucformat.storage import Store, open_store
+from ucformat.reshard.reading.fill import CatalogFill
+from ucformat.reshard.reading.plan import ReadPlan, plan, wants
+from ucformat.reshard.selection.mesh_layout import Layout, cut
+from ucformat.reshard.selection.select import Chosen, choose
+from ucformat.storage.open import open_store
+from ucformat.storage.store import Store
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes that `dtype=` converts, and converts to. Integers, flags and scaled low-precision numbers stay as they are."""
@@ -251,7 +252,7 @@ def _dtype(name: str) -> str:
 def _with_companions(source: Source, catalog: Catalog) -> Source:
     """Where the files that travel along lie: at the source, or in the checkpoint of a run that it led to."""
     inner = Source(catalog.store)
-    return inner if not companions.found(source) and companions.found(inner) else source
+    return inner if not sidecar_files.found(source) and sidecar_files.found(inner) else source
 
 
 def _destination(dst: str, to: str) -> tuple[Store, str | None]:

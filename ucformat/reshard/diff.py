@@ -16,11 +16,11 @@ import torch
 from ucformat import values as trees
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
+from ucformat.containers.file_image import Part
 from ucformat.dtypes import DTYPES
 from ucformat.formats.target import Target
-from ucformat.image import Part
-from ucformat.reshard.fill import CatalogFill
-from ucformat.storage import Bytes
+from ucformat.reshard.reading.fill import CatalogFill
+from ucformat.storage.store import Bytes
 
 BATCH_BYTES = 8 << 20  # of each side, compared at a time
 BATCH_PARTS = 2048  # tiny tensors compared at a time: enough to make the cost of a plan small

@@ -15,13 +15,13 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import DTypeMismatchError, NamesMismatchError, ShapeMismatchError
-from ucformat.garbage import collected_later
 from ucformat.group import Group
-from ucformat.reshard import masters
-from ucformat.reshard.collect import Piece
-from ucformat.reshard.execute import Reading
-from ucformat.reshard.plan import plan, wants
-from ucformat.reshard.restore import Loading, prepare, restore
+from ucformat.process import collected_later
+from ucformat.reshard.reading.execute import Reading
+from ucformat.reshard.reading.plan import plan, wants
+from ucformat.reshard.restoring import master_weights
+from ucformat.reshard.restoring.prepare import Loading, prepare, restore
+from ucformat.reshard.state.walk import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _plan(
 ) -> tuple[Loading, Reading, list[bool]]:
     """What to read into live memory, and then into new tensors for `Loading.fresh`; and what of it is in memory."""
     loading = prepare(into, catalog, group)
-    pieces = masters.from_masters(_known(loading.pieces, catalog), catalog)
+    pieces = master_weights.from_masters(_known(loading.pieces, catalog), catalog)
     _check_names(loading, catalog, options, group)
     reading: Reading | None = None
     here: list[bool] = []
@@ -82,7 +82,7 @@ def _plan(
         reading = Reading(planned, dest, cast=options.cast, verify=options.verify, on_bytes=options.on_bytes)
         here = reading.look()
         if group.rank == 0:
-            masters.tell(pieces, loading.names, catalog)
+            master_weights.tell(pieces, loading.names, catalog)
     assert reading is not None
     return loading, reading, here
 
@@ -109,7 +109,7 @@ def _check_names(loading: Loading, catalog: Catalog, options: LoadOptions, group
     unused = frozenset.intersection(*(values for _, values, _ in told))
     missing = sorted({name for _, _, names_lost in told for name in names_lost})
     own = formats.bookkeeping(catalog.notes.origin)
-    spare = set(masters.placeless([name for name, hit in zip(names, everyone, strict=True) if hit], catalog))
+    spare = set(master_weights.placeless([name for name, hit in zip(names, everyone, strict=True) if hit], catalog))
     unexpected = [name for name, hit in zip(names, everyone, strict=True) if not hit and name not in spare] + sorted(unused)
     unexpected = [name for name in unexpected if name.split("/")[0] not in own]
     if options.strict and (missing or unexpected):

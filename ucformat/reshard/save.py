@@ -15,14 +15,14 @@ import numpy as np
 from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
-from ucformat.checks import digest
+from ucformat.containers.checksums import digest
 from ucformat.formats import native
 from ucformat.formats.target import Target
 from ucformat.group import Group
-from ucformat.reshard.collect import Collected, Piece, collect
-from ucformat.reshard.fill import TensorFill
-from ucformat.reshard.own import Offer, Offers, choose, sample
-from ucformat.storage import Store
+from ucformat.reshard.reading.fill import TensorFill
+from ucformat.reshard.state.replicas import Offer, Offers, choose, sample
+from ucformat.reshard.state.walk import Collected, Piece, collect
+from ucformat.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)

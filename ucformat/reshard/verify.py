@@ -13,22 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ucformat import checks as sums
 from ucformat.catalog import Catalog, Checks
-from ucformat.errors import (
-    ChecksumError,
-    CoverageError,
-    FormatError,
-    MissingFileError,
-    OverlapError,
-    StorageError,
-    UcformatError,
-)
+from ucformat.containers import checksums as sums
+from ucformat.errors import ChecksumError, CoverageError, FormatError, MissingFileError, OverlapError, StorageError, UcformatError
 from ucformat.formats import native
-from ucformat.reshard.execute import tensors_at
-from ucformat.reshard.plan import plan, wants
-from ucformat.shard import ShardChecks, hex_digest
-from ucformat.storage import Bytes, Reader, Sheet
+from ucformat.formats.native.shard import ShardChecks, hex_digest
+from ucformat.reshard.reading.execute import tensors_at
+from ucformat.reshard.reading.plan import plan, wants
+from ucformat.storage.store import Bytes, Reader, Sheet
 
 STEP_BYTES = 4 << 20  # read and hashed at a time by one thread
 THREADS = 4

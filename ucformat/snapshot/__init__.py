@@ -1,1 +1,1 @@
-"""Snapshots of running training: not built yet."""
+"""The snapshot engine: every step in host memory, persisted in the background. Users call `Snapshotter`; only `cli` and they may."""

@@ -12,8 +12,8 @@ from ucformat.formats import native, snapshot
 from ucformat.formats.source import Source
 from ucformat.group import Group
 from ucformat.reshard.load import LoadOptions, load_catalog
-from ucformat.snapshot.fence import Fence, abandon
-from ucformat.storage import open_store
+from ucformat.snapshot.slots.restart_fence import Fence, abandon
+from ucformat.storage.open import open_store
 
 
 @dataclass(frozen=True, slots=True)

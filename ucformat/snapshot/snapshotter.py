@@ -25,27 +25,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.group import Group, current
-from ucformat.snapshot import hooks
-from ucformat.snapshot.bubbles import Mode
-from ucformat.snapshot.clock import Span, StepClock, now
-from ucformat.snapshot.copier import POLL_S, HostCopier, Outcome
-from ucformat.snapshot.device import DeviceCopier, copier_for, known
-from ucformat.snapshot.flight import LateOutcome
-from ucformat.snapshot.layout import derive
-from ucformat.snapshot.peers import Peers
-from ucformat.snapshot.persistence import Persist, Persistence
-from ucformat.snapshot.planning import Planner
-from ucformat.snapshot.replay import Track
+from ucformat.snapshot.copying.device import DeviceCopier, copier_for, known
+from ucformat.snapshot.copying.device_version import LateOutcome
+from ucformat.snapshot.copying.host import POLL_S, HostCopier, Outcome
+from ucformat.snapshot.copying.version import Places, Taking
+from ucformat.snapshot.copyplan.plan import Mode
+from ucformat.snapshot.keeper.handoff import Persist, Persistence
+from ucformat.snapshot.planner import Planner
 from ucformat.snapshot.report import Report, StepReport
 from ucformat.snapshot.restore import Restored, restore
-from ucformat.snapshot.slots import Slot, SlotSet
-from ucformat.snapshot.sources import Share, TornError, agree
-from ucformat.snapshot.taking import Places, Taking
+from ucformat.snapshot.schedule import hooks
+from ucformat.snapshot.schedule.clock import Span, StepClock, now
+from ucformat.snapshot.schedule.replay import Track
+from ucformat.snapshot.schedule.strategy import derive
+from ucformat.snapshot.slots.slot_set import Slot, SlotSet
+from ucformat.snapshot.slots.votes import Peers
+from ucformat.snapshot.source.revisit import Watch
+from ucformat.snapshot.source.share import Share, TornError, agree
 from ucformat.snapshot.trace import Trace, gaps
-from ucformat.snapshot.watch import Watch
 
 if TYPE_CHECKING:
-    from ucformat.snapshot.stages import TimedStage
+    from ucformat.snapshot.schedule.timed_stage import TimedStage
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
 OnError = Literal["skip", "raise"]
@@ -111,7 +111,7 @@ class Snapshotter:
 
     def stage(self, module: nn.Module, stage_index: int, num_stages: int, device: torch.device, **more: Any) -> TimedStage:
         """A `torch.distributed.pipelining.PipelineStage` whose actions the engine knows of."""
-        from ucformat.snapshot.stages import timed_stage
+        from ucformat.snapshot.schedule.timed_stage import timed_stage
 
         return timed_stage(self.clock, module, stage_index, num_stages, device, **more)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucformat.snapshot.clock import Span
+from ucformat.snapshot.schedule.clock import Span
 
 KEPT_STEPS = 64  # steps whose spans are kept
 LANES = ("compute", "idle", "copy", "wait", "persist")

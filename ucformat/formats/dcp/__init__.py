@@ -15,6 +15,7 @@ from typing import Any, cast
 from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
+from ucformat.containers.zip_read import checks_of
 from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
@@ -22,8 +23,7 @@ from ucformat.formats.dcp.writer import write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical
-from ucformat.safepickle import RefusedTensor, StoredTensor, to_values
-from ucformat.torchzip import checks_of
+from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, to_values
 
 NAME = "dcp"
 OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?", re.DOTALL)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ucformat.containers.zip_read import Peek, ZipEntry, tail_range
 from ucformat.errors import FormatError
 from ucformat.formats.dcp.metadata import Chunk, Metadata, Place
-from ucformat.safepickle import open_torch_zip
-from ucformat.storage import Store
-from ucformat.torchzip import Peek, ZipEntry, tail_range
+from ucformat.pickles.unpickle import open_torch_zip
+from ucformat.storage.store import Store
 
 _HEAD_BYTES = 2048  # of an item: its pickle and the local headers up to the tensor's data
 _SMALL_BYTES = 8 << 10  # an item that is read whole: mostly values

@@ -10,8 +10,8 @@ import torch
 
 from ucformat import dtypes
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError, VersionError
-from ucformat.safepickle import Inert, unpickle
-from ucformat.storage import Store
+from ucformat.pickles.unpickle import Inert, unpickle
+from ucformat.storage.store import Store
 
 FILE = ".metadata"
 _VERSION = "1."  # of DCP's metadata; older releases wrote none

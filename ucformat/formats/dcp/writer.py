@@ -19,17 +19,17 @@ import numpy as np
 import torch
 
 from ucformat.catalog import TensorSpec
+from ucformat.containers.file_image import Part, stream
+from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
-from ucformat.formats import companions
+from ucformat.formats import sidecar_files
 from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Target, WriteJob
-from ucformat.formats.torchrecords import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.formats.torchsave.writer import in_order, torch_tree
-from ucformat.image import Part, stream
-from ucformat.storage import Bytes, Store
-from ucformat.values_json import ArrayRef
+from ucformat.storage.store import Bytes, Store
+from ucformat.values.codec import ArrayRef
 
 CHUNK_BYTES = 64 << 20  # of one item: stock readers load whole items, so this bounds their memory
 _TOP = "archive"  # the folder in each zip, as torch.save names it for buffers
@@ -87,7 +87,7 @@ def write(job: WriteJob) -> None:
                 _write_items(job, held, writer.write)
 
     def commit(store: Store) -> None:
-        for text in companions.carry(job.source, store, companions.PREFIX, job.dtype):
+        for text in sidecar_files.carry(job.source, store, sidecar_files.PREFIX, job.dtype):
             _LOG.warning("%s", text)
         store.put(FILE, _metadata(job, specs, paths, placed))
 

@@ -19,8 +19,8 @@ from ucformat.formats.deepspeed.records import Opened
 from ucformat.formats.deepspeed.zero import OptimizerState
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
-from ucformat.safepickle import StoredTensor, to_values
-from ucformat.values import split
+from ucformat.pickles.unpickle import StoredTensor, to_values
+from ucformat.values.tree import split
 
 NAME = "deepspeed"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ucformat.errors import FormatError, MissingFileError, NotACheckpointError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 LATER = "support comes in a later release"
 _TAG_BYTES = 4096  # a longer `latest` is no name of a folder

@@ -15,7 +15,7 @@ import torch
 from ucformat.formats.deepspeed.optim import FlatGroup, RankOptim, mapping, sequence
 from ucformat.formats.deepspeed.records import Opened, head, state
 from ucformat.formats.deepspeed.zero import OptimizerState, add_optimizer
-from ucformat.safepickle import StoredTensor
+from ucformat.pickles.unpickle import StoredTensor
 
 _COMPARED_ITEMS = 4 << 10  # enough of a parameter to tell it from others
 _MAX_PATHS = 200_000  # states of the search

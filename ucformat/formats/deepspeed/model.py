@@ -16,7 +16,7 @@ from ucformat.formats.deepspeed.flat import ParameterSlices
 from ucformat.formats.deepspeed.optim import RankOptim, flat_tensor, mapping
 from ucformat.formats.deepspeed.records import Opened, dense, numel, state, weight
 from ucformat.formats.deepspeed.zero import OptimizerState, Shapes, shape_dict, shapes_of
-from ucformat.safepickle import StoredTensor
+from ucformat.pickles.unpickle import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.deepspeed.files import LATER
-from ucformat.safepickle import RefusedTensor, StoredTensor
+from ucformat.pickles.unpickle import RefusedTensor, StoredTensor
 
 MAX_ITEMS = 1 << 48  # of one parameter: a thousand times the largest model, and sums of them stay within int64
 

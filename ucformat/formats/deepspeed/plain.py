@@ -19,8 +19,8 @@ from ucformat.formats.deepspeed.fused import add_fused
 from ucformat.formats.deepspeed.optim import flat_tensor, mapping, sequence
 from ucformat.formats.deepspeed.records import Opened, dense, head, state
 from ucformat.formats.deepspeed.zero import OptimizerState, add_step
-from ucformat.safepickle import StoredTensor
-from ucformat.values import join_name
+from ucformat.pickles.unpickle import StoredTensor
+from ucformat.values.tree import join_name
 
 _MAX_PATHS = 200_000  # states of the search for names; a model of some thousand parameters in two groups stays below
 _COMPARE_BYTES = 16 << 10  # enough of a parameter to tell it from another of its shape

@@ -13,13 +13,13 @@ import torch
 
 from ucformat.box import Box, Ints
 from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes
+from ucformat.containers.zip_read import checks_of
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
 from ucformat.formats.deepspeed.flat import Pieces
-from ucformat.safepickle import RefusedTensor, StoredTensor, open_torch_zip
-from ucformat.storage import Store
-from ucformat.torchzip import checks_of
-from ucformat.values import join_name
+from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, open_torch_zip
+from ucformat.storage.store import Store
+from ucformat.values.tree import join_name
 
 _THREADS = 8  # opening is a handful of small reads per file: it waits for latency, not for bandwidth
 

@@ -15,8 +15,8 @@ from ucformat.errors import FormatError
 from ucformat.formats.deepspeed.flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
 from ucformat.formats.deepspeed.optim import MAX_ITEMS, RankOptim, mapping, sequence
 from ucformat.formats.deepspeed.records import Opened, dense, state
-from ucformat.safepickle import StoredTensor
-from ucformat.values import join_name
+from ucformat.pickles.unpickle import StoredTensor
+from ucformat.values.tree import join_name
 
 Shapes = dict[str, tuple[int, ...]]
 

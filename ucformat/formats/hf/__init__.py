@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from ucformat import values as value_tree
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
+from ucformat.containers.safetensors_header import LENGTH_BYTES, Entry, Header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.hf import files
 from ucformat.formats.hf.writer import METADATA_KEY, MODEL, takes, write
 from ucformat.formats.source import Source
-from ucformat.safetensors_header import LENGTH_BYTES, Entry, Header
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 NAME = "hf"
 BOOKKEEPING = frozenset({METADATA_KEY})

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ucformat.containers.safetensors_header import Entry, Header, distinct, read_header
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 from ucformat.formats.source import Source
-from ucformat.safetensors_header import Entry, Header, distinct, read_header
-from ucformat.storage import Store, safe_path
+from ucformat.storage.store import Store, safe_path
 
 T = TypeVar("T")
 SUFFIX = ".safetensors"

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ucformat import values as value_tree
+from ucformat.containers.file_image import Image, write_image
+from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, build_header
 from ucformat.errors import UnsupportedError
-from ucformat.formats import companions
+from ucformat.formats import sidecar_files
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Target, WriteJob
-from ucformat.image import Image, write_image
-from ucformat.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, build_header
-from ucformat.storage import Store
+from ucformat.storage.store import Store
 
 MODEL = "model"
 METADATA_KEY = "hf_metadata"
@@ -63,7 +63,7 @@ def write(job: WriteJob) -> None:
                 write_image(writer, file.image, job.fill, on_bytes=job.on_bytes)
 
     def commit(store: Store) -> None:
-        for text in companions.carry(job.source, store, dtype=job.dtype):
+        for text in sidecar_files.carry(job.source, store, dtype=job.dtype):
             _LOG.warning("%s", text)
         if len(files) > 1:
             store.put(INDEX, _index(files))

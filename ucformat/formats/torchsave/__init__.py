@@ -13,15 +13,15 @@ import numpy as np
 
 from ucformat import dtypes, values
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
+from ucformat.containers.zip_read import checks_of
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
 from ucformat.formats.torchmodule import is_module, to_state_dicts
 from ucformat.formats.torchsave.writer import write
 from ucformat.formats.torchstate import to_canonical
-from ucformat.safepickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
-from ucformat.storage import Store
-from ucformat.torchzip import checks_of
-from ucformat.values_json import Opaque
+from ucformat.pickles.unpickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
+from ucformat.storage.store import Store
+from ucformat.values.codec import Opaque
 
 NAME = "torchsave"
 __all__ = ["NAME", "detect", "open_catalog", "write"]

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ucformat import values
+from ucformat.containers.file_image import stream
+from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.errors import ExistsError, UnsupportedError
 from ucformat.formats.staging import replacing
 from ucformat.formats.target import Target, WriteJob
-from ucformat.formats.torchrecords import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.formats.torchstate import Nest, plain, to_torch
-from ucformat.image import stream
 
 DEFAULT_FILE = "checkpoint.pt"
 _TOP = "checkpoint"  # the folder inside the zip; torch takes any

@@ -1,0 +1,329 @@
+"""ucf.json, the commit record, and index.safetensors, the fragment table as columns.
+
+A checkpoint is committed when `ucf.json` exists. It is written last, names every other file, and holds their sizes and
+digests; its own digest covers the record in it. specs/format.md is the normative text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ucformat import box as boxes
+from ucformat.box import Ints
+from ucformat.catalog import MAX_BYTES, FragmentTable, TensorSpec
+from ucformat.containers.safetensors_header import LENGTH_BYTES, build_header, parse_header
+from ucformat.dtypes import DTYPES
+from ucformat.errors import ChecksumError, FormatError, VersionError
+from ucformat.formats.native.shard import Count, Digest, ShardRecord, hex_digest
+from ucformat.storage.store import Store, safe_path
+
+VERSION = "1.0"
+MANIFEST = "ucf.json"
+_DTYPE_CODES = sorted(DTYPES)
+_UNSIGNED: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
+    "U8": np.dtype("<u1"),
+    "U16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "U64": np.dtype("<u8"),
+}
+
+_COLUMNS = frozenset(
+    [f"tensor.{key}" for key in ("name", "name_bytes", "dtype", "ndim", "shape", "fragments")]
+    + [f"fragment.{key}" for key in ("shard", "start", "offset", "length")]
+)
+"""Others may be added by later minor versions, and are ignored."""
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A small file that is verified whole."""
+
+    file: str
+    """Path relative to the checkpoint."""
+    size: Count
+    digest: Digest
+    """xxh3-64 of all its bytes, 16 hexadecimal digits."""
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a checkpoint is."""
+
+    index: FileRecord
+    shards: tuple[ShardRecord, ...]
+    block_bytes: Count
+    values: msgspec.Raw
+    """The value tree, in the encoding that specs/format.md describes."""
+    aliases: dict[str, str] = {}
+    """alias → name of the tensor that it is."""
+    step: int | None = None
+    mesh: dict[str, int] = {}
+    """Mesh axes of the run that wrote it, for information."""
+    origin: str = "native"
+    """The format that the state was converted from."""
+    remarks: tuple[str, ...] = ()
+    companions: tuple[FileRecord, ...] = ()
+    """Files that travel along (configuration, tokenizer); what follows the first `/` is their path beside the model."""
+    created: str = ""
+    """UTC, ISO 8601."""
+    writer: str = ""
+    """Program and version."""
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """The file `ucf.json`: version first, so that any later reader can refuse politely."""
+
+    ucf: str
+    """Format version, `major.minor`."""
+    digest: Digest
+    """xxh3-64 of the bytes of `record` as they stand in the file, 16 hexadecimal digits."""
+    record: msgspec.Raw
+
+
+def seal(raw: bytes) -> bytes:
+    """The bytes of a file that holds the record `raw` (JSON) in its envelope."""
+    return msgspec.json.encode(Envelope(VERSION, hex_digest(raw), msgspec.Raw(raw))) + b"\n"
+
+
+def unseal(data: bytes, file: str) -> bytes:
+    """The record, still JSON, in the bytes of a sealed file.
+
+    Raises VersionError for an unknown major version, ChecksumError when it is damaged, FormatError when it breaks the format.
+    """
+    try:
+        envelope = msgspec.json.decode(data, type=Envelope)
+    except msgspec.DecodeError as error:
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+    if envelope.ucf.split(".", 1)[0] != VERSION.split(".", 1)[0]:
+        raise VersionError(file, envelope.ucf, VERSION)
+    raw = bytes(envelope.record)
+    if hex_digest(raw) != envelope.digest:
+        raise ChecksumError(file, 0, len(data), what="digest of the commit record")
+    try:
+        _refuse_duplicates(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+    return raw
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of `ucf.json`."""
+    return seal(msgspec.json.encode(record))
+
+
+def decode_record(data: bytes, file: str) -> Record:
+    """The record in the bytes of `ucf.json`.
+
+    Raises what `unseal` raises, and FormatError when the record breaks the format. Unknown fields are ignored.
+    """
+    raw = unseal(data, file)
+    try:
+        record = msgspec.json.decode(raw, type=Record)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+    for path in (record.index.file, *(shard.file for shard in record.shards), *(item.file for item in record.companions)):
+        safe_path(path, file)
+    check_block_size(record.block_bytes, file)
+    for shard in record.shards:
+        check_sizes(shard, record.block_bytes, file)
+    return record
+
+
+def _refuse_duplicates(data: bytes) -> None:
+    def pairs(items: list[tuple[str, object]]) -> None:
+        if len({key for key, _ in items}) != len(items):
+            raise ValueError("an object has the same key twice")
+
+    json.loads(data, object_pairs_hook=pairs)
+
+
+def check_sizes(shard: ShardRecord, block_bytes: int, file: str) -> None:
+    """Header, blocks and checksum table of a shard fit together. Raises FormatError naming `file`, which says so."""
+    check_block_size(block_bytes, file)
+    blocks = -(-(shard.table_start - shard.data_start) // block_bytes)
+    if not 0 < shard.data_start <= shard.table_start or shard.size - shard.table_start < 8 * blocks:
+        raise FormatError(file, f"shard {shard.file}: header, data and checksum table do not fit into {shard.size} bytes")
+    if (shard.size - shard.table_start) % 8:
+        raise FormatError(file, f"shard {shard.file}: the checksum table is no whole number of entries")
+
+
+def check_block_size(block_bytes: int, file: str) -> None:
+    """Raises FormatError for a size that no block can have."""
+    if block_bytes <= 0 or block_bytes % 4096:
+        raise FormatError(file, f"block size {block_bytes} is not a multiple of 4096")
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Tensors and fragments of a checkpoint; `fragments.file` counts the record's shards."""
+
+    tensors: tuple[TensorSpec, ...]
+    fragments: FragmentTable
+
+
+def build_index(tensors: Sequence[TensorSpec], table: FragmentTable) -> bytes:
+    """The bytes of `index.safetensors`; equal content gives equal bytes.
+
+    `tensors` are sorted by name. Rows are put in order of tensor and box here.
+    """
+    ndim = table.offset.shape[1]
+    keys: list[NDArray[Any]] = [*(table.offset[:, d] for d in reversed(range(ndim))), table.tensor]
+    order = np.lexsort(keys)
+    names = [spec.name.encode() for spec in tensors]
+    columns: dict[str, NDArray[np.generic]] = {
+        "tensor.name": np.frombuffer(b"".join(names), dtype=np.uint8),
+        "tensor.name_bytes": np.array([len(name) for name in names], dtype=np.int64),
+        "tensor.dtype": np.array([_DTYPE_CODES.index(spec.dtype) for spec in tensors], dtype=np.int64),
+        "tensor.ndim": np.array([len(spec.shape) for spec in tensors], dtype=np.int64),
+        "tensor.shape": np.array([n for spec in tensors for n in spec.shape], dtype=np.int64),
+        "tensor.fragments": np.bincount(table.tensor, minlength=len(tensors)).astype(np.int64),
+        "fragment.shard": table.file[order].astype(np.int64),
+        "fragment.start": table.start[order],
+        "fragment.offset": table.offset[order],
+        "fragment.length": table.length[order],
+    }
+    packed = {name: _pack(column) for name, column in columns.items()}
+    names_in_order = sorted(packed, key=lambda name: (-packed[name][1].itemsize, name))
+    header = build_header(
+        [(name, packed[name][0], packed[name][1].shape) for name in names_in_order],
+        {"format": "pt", "ucf": json.dumps({"version": VERSION, "dtypes": _DTYPE_CODES})},
+        align=4096,
+    )
+    return header + b"".join(packed[name][1].tobytes() for name in names_in_order)
+
+
+def _pack(column: NDArray[np.generic]) -> tuple[str, NDArray[np.generic]]:
+    """A column in the narrowest unsigned dtype that holds it: the index of a large run is read by every rank."""
+    top = int(column.max()) if column.size else 0
+    for name, dtype in _UNSIGNED.items():
+        if top <= np.iinfo(dtype).max:
+            return name, np.ascontiguousarray(column.astype(dtype))
+    raise ValueError(f"{top} does not fit into 64 bits")
+
+
+def read_index(store: Store, record: Record) -> Index:
+    """Read and verify the index. Raises ChecksumError, FormatError, MissingFileError."""
+    path = record.index.file
+    where = f"{store.url}/{path}"
+    size = store.size(path)
+    if size != record.index.size:
+        raise FormatError(where, f"has {size} bytes, was committed with {record.index.size}", 0, size)
+    data = np.empty(size, dtype=np.uint8)
+    store.read_into(path, 0, data)
+    if hex_digest(data) != record.index.digest:
+        raise ChecksumError(where, 0, size, what="digest of the index")
+    return decode_index(data, where, record)
+
+
+def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
+    """Tensors and fragments from the bytes of an index, checked against the shards of `record`."""
+    try:
+        columns, dtypes = _columns(data, where)
+        tensors = _tensors(columns, dtypes)
+        table = _table(columns, tensors)
+    except (KeyError, ValueError, IndexError, TypeError) as error:
+        raise FormatError(where, f"malformed index: {error}", 0, len(data)) from error
+    _check_rows(tensors, table, record, where)
+    return Index(tensors, table)
+
+
+def _columns(data: NDArray[np.uint8], where: str) -> tuple[dict[str, NDArray[np.generic]], list[str]]:
+    """The known columns, as views of `data`, and the names that dtype codes stand for."""
+    raw = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")].tobytes()
+    header = parse_header(where, where, raw, len(data))
+    note = msgspec.json.decode(header.metadata["ucf"], type=dict[str, object])
+    dtypes = msgspec.convert(note["dtypes"], type=list[str])
+    columns: dict[str, NDArray[np.generic]] = {}
+    for entry in header.entries:
+        if entry.name in _COLUMNS:
+            columns[entry.name] = data[entry.start : entry.stop].view(_UNSIGNED[entry.dtype]).reshape(entry.shape)
+    return columns, dtypes
+
+
+def _ints(column: NDArray[np.generic]) -> Ints:
+    return column.astype(np.int64)
+
+
+def _tensors(columns: dict[str, NDArray[np.generic]], dtypes: list[str]) -> tuple[TensorSpec, ...]:
+    text, shape = columns["tensor.name"].tobytes(), _ints(columns["tensor.shape"]).tolist()
+    names = [text[a:b].decode() for a, b in _cuts(columns["tensor.name_bytes"], len(text))]
+    if any(b <= a for a, b in pairwise(names)):
+        raise ValueError("tensor names are not sorted or not unique")
+    codes = columns["tensor.dtype"]
+    if codes.size and not 0 <= int(codes.max()) < len(dtypes):
+        raise ValueError("a dtype code without a name")
+    if set(dtypes) - DTYPES.keys():
+        raise ValueError(f"unknown dtypes {sorted(set(dtypes) - DTYPES.keys())}")
+    return tuple(
+        TensorSpec(name, dtypes[code], tuple(shape[a:b]))
+        for name, code, (a, b) in zip(names, codes.tolist(), _cuts(columns["tensor.ndim"], len(shape)), strict=True)
+    )
+
+
+def _cuts(counts: NDArray[np.generic], total: int) -> Iterator[tuple[int, int]]:
+    """Where parts of so many items begin and end. Raises ValueError unless they make up `total`."""
+    ends = [0, *accumulate(counts.tolist())]
+    if ends[-1] != total:
+        raise ValueError(f"columns of {total} items are said to have {ends[-1]}")
+    return pairwise(ends)
+
+
+def _table(columns: dict[str, NDArray[np.generic]], tensors: Sequence[TensorSpec]) -> FragmentTable:
+    counts = _ints(columns["tensor.fragments"])
+    if ((counts < 0) | (counts > columns["fragment.shard"].size)).any() or counts.sum() != columns["fragment.shard"].size:
+        raise ValueError("tensors and fragments do not count up")  # before memory is taken for what they claim
+    shards = _ints(columns["fragment.shard"])
+    if ((shards < 0) | (shards > np.iinfo(np.int32).max)).any():
+        raise ValueError("a shard number beyond any count of files")
+    table = FragmentTable(
+        np.repeat(np.arange(len(tensors), dtype=np.int32), counts),
+        shards.astype(np.int32),
+        _ints(columns["fragment.start"]),
+        _ints(columns["fragment.offset"]),
+        _ints(columns["fragment.length"]),
+    )
+    rows = len(table.tensor)
+    shapes = {len(table.file), len(table.start), len(table.offset), len(table.length)}
+    if shapes != {rows} or table.offset.ndim != 2 or table.offset.shape != table.length.shape or len(counts) != len(tensors):
+        raise ValueError("columns have different lengths")
+    return table
+
+
+def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Record, where: str) -> None:
+    """Every fragment lies inside its tensor and inside the blocks of its shard."""
+    ndim = table.offset.shape[1]
+    if any(len(spec.shape) > ndim for spec in tensors):
+        raise FormatError(where, "fragments have fewer dimensions than their tensors")
+    shapes = boxes.pad([spec.shape for spec in tensors], ndim, 1)
+    huge = (shapes < 0).any(axis=1) | (np.prod(shapes, axis=1, dtype=np.float64) >= MAX_BYTES / 16)  # 16: the largest item
+    if huge.any():
+        spec = tensors[int(np.flatnonzero(huge)[0])]
+        raise FormatError(where, f"tensor {spec.name!r} has an impossible shape {list(spec.shape)}")
+    if not len(table):
+        return
+    shape = shapes[table.tensor]
+    bad = ((table.offset < 0) | (table.length < 1) | (table.offset + table.length > shape)).any(axis=1)
+    if (table.file < 0).any() or int(table.file.max()) >= len(record.shards):
+        raise FormatError(where, "a fragment names a shard that is not in the commit record")
+    size = np.array([spec.kind.itemsize for spec in tensors], dtype=np.int64)[table.tensor]
+    low = np.array([shard.data_start for shard in record.shards], dtype=np.int64)[table.file]
+    high = np.array([shard.table_start for shard in record.shards], dtype=np.int64)[table.file]
+    nbytes = np.prod(table.length, axis=1, dtype=np.float64) * size  # float: a hostile product may pass 2^63
+    bad |= (table.start < low) | (table.start + nbytes > high)
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        spec = tensors[table.tensor[row]]
+        box = table.box(row, len(spec.shape))
+        start = int(table.start[row])
+        raise FormatError(
+            f"{where}: shard {record.shards[table.file[row]].file}",
+            f"tensor {spec.name!r}: box {box} lies outside the tensor or the shard's data",
+            start,
+            start + int(nbytes[row]),
+        )

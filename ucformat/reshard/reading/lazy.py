@@ -1,0 +1,145 @@
+"""An open checkpoint as a mapping of lazy tensors: indexing one reads just the bytes that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ucformat.box import Box
+from ucformat.catalog import Catalog, TensorSpec
+from ucformat.dtypes import DTYPES
+from ucformat.reshard.reading.execute import execute
+from ucformat.reshard.reading.plan import plan, wants
+
+Index = int | slice | EllipsisType
+
+
+def read(catalog: Catalog, name: str, box: Box | None = None, *, verify: bool = True) -> torch.Tensor:
+    """One box of a tensor (all of it by default) as a new CPU tensor of the stored dtype.
+
+    Raises CoverageError before the first read when it is not wholly stored; ChecksumError when bytes are damaged.
+    """
+    return read_many(catalog, [(name, box)], verify=verify)[0]
+
+
+def read_many(
+    catalog: Catalog, wanted: Sequence[tuple[str, Box | None]], *, verify: bool = True, threads: int | None = None
+) -> list[torch.Tensor]:
+    """Several boxes at once, in one plan."""
+    columns = wants(catalog, wanted)
+    planned = plan(catalog, columns)
+    out = []
+    for index, length in zip(columns.tensor, columns.length, strict=True):
+        spec = catalog.tensors[index]
+        out.append(spec.kind.empty(length[: len(spec.shape)].tolist()))
+    execute(planned, out, verify=verify, threads=threads)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor of an open checkpoint. Nothing is read until it is indexed."""
+
+    catalog: Catalog
+    name: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self.catalog.spec(self.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.spec.dtype].torch
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
+        """A new CPU tensor, as torch's basic indexing gives it: ints, slices (any positive step) and one `...`.
+
+        Raises IndexError, CoverageError before any read, ChecksumError when bytes are damaged.
+        """
+        box, after = _box(self.shape, index if isinstance(index, tuple) else (index,))
+        return read(self.catalog, self.name, box)[after]
+
+    def read(self) -> torch.Tensor:
+        """All of it, as a new CPU tensor."""
+        return read(self.catalog, self.name)
+
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[np.generic]:
+        return np.asarray(self.read().numpy(), dtype=dtype)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, {self.spec.dtype}, {list(self.shape)})"
+
+
+def _box(shape: tuple[int, ...], index: tuple[Index, ...]) -> tuple[Box, tuple[int | slice, ...]]:
+    """The box that an index touches, and what is left to index in it."""
+    if sum(entry is Ellipsis for entry in index) > 1:
+        raise IndexError("an index holds at most one ellipsis")
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        missing = len(shape) - (len(index) - 1)
+        index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
+    if len(index) > len(shape):
+        raise IndexError(f"{len(index)} indices for a tensor of shape {list(shape)}")
+    offset, length, after = list[int](), list[int](), list[int | slice]()
+    for size, entry in zip(shape, (*index, *[slice(None)] * (len(shape) - len(index))), strict=True):
+        if isinstance(entry, slice):
+            start, stop, step = entry.indices(size)
+            if step < 1:
+                raise IndexError("slices have a positive step")
+            offset.append(start)
+            length.append(max(0, stop - start))
+            after.append(slice(None, None, step))
+        else:
+            at = int(entry)  # type: ignore[arg-type]  # an ellipsis was expanded above
+            if not -size <= at < size:
+                raise IndexError(f"index {at} is out of range for size {size}")
+            offset.append(at % size)
+            length.append(1)
+            after.append(0)
+    return Box(tuple(offset), tuple(length)), tuple(after)
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """A checkpoint of any format, opened: `checkpoint["model/wte.weight"][0:8]` reads just those rows.
+
+    Names are canonical (`model/<fqn>`, `optimizer/<fqn>/<state>`), tied names included. `values` is the value tree.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._names = catalog.names
+
+    @property
+    def values_tree(self) -> object:
+        """Everything in the checkpoint that is no tensor."""
+        return self.catalog.values
+
+    @property
+    def step(self) -> int | None:
+        return self.catalog.notes.step
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        self.catalog.find(name)
+        return LazyTensor(self.catalog, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.catalog.store.url!r}, {len(self)} tensors, {self.catalog.nbytes} bytes)"

@@ -1,0 +1,1 @@
+"""What was read, put back into a live state. `load` calls it."""

@@ -1,0 +1,212 @@
+"""Loading into a live state: what has to be read where, and afterwards putting the values back.
+
+    loading = prepare(state, catalog, group)     # nothing is read, but optimizer states are allocated
+    ...                                          # read loading.pieces in place, loading.fresh as new tensors
+    restore(loading, fresh)                      # values, objects with state, rank-local items
+
+Tensors, DTensors and modules' tensors are read in place. What an object takes back through `load_state_dict`, and plain
+containers of values with all tensors stored in them, come fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ucformat import values
+from ucformat.catalog import Catalog, TensorSpec
+from ucformat.errors import UnsupportedError, ValueConflictError
+from ucformat.group import Group
+from ucformat.reshard.restoring.apply import Putter, find
+from ucformat.reshard.state import optimizer
+from ucformat.reshard.state.assign import Pending
+from ucformat.reshard.state.leaf import Leaf, forget
+from ucformat.reshard.state.placement import clip
+from ucformat.reshard.state.walk import Leaves, Piece, Walker, make_pieces, settle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loading:
+    """What this rank reads, and what it needs to know to put the values back."""
+
+    pieces: tuple[Piece, ...]
+    """Read in place. A spec is what the state wants: the stored one may differ in dtype or shape, or not be there."""
+    fresh: tuple[str, ...]
+    """Stored tensors to read whole, as new CPU tensors."""
+    names: frozenset[str]
+    """All names of tensors that the state asks for on this rank, aliases too, stored or not."""
+    missing: tuple[str, ...]
+    """Paths of values that the state asks for and that are not stored."""
+    unused: tuple[str, ...]
+    """Paths of stored values that the state on this rank has no place for."""
+    state: MutableMapping[str, object]
+    walker: Walker
+    catalog: Catalog
+    surplus: tuple[torch.Tensor, ...]
+    """Views that lie outside what is stored of tensors whose shape may differ: set to zero."""
+    twins: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]
+    """(name, copy, live view): one tensor here, two in the checkpoint, which must be equal."""
+
+
+def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group | None = None) -> Loading:
+    """Find out what to read for `state`. Every rank of `group` calls; exchanges as little as `collect`.
+
+    Allocates states that an optimizer will get. Raises UnsupportedError, UnrepresentableError, NamesMismatchError and
+    RankLocalError (world resized, and no policy) before anything is read.
+    """
+    group = group or Group()
+    walker = Walker(state, group, loading=True)
+    leaves: Leaves = {}
+    tree: object = {}
+    error: Exception | None = None
+    try:
+        tree = values.join(catalog.values, {name: Pending(name) for name in catalog.names})
+        walker.prepare()
+        for item in (item for items in walker.named.values() for item in items):
+            optimizer.allocate(item, _stored_states(catalog, item.key))
+        leaves, _ = walker.split()
+        _drop_states(walker, leaves, catalog, tree)
+    except Exception as caught:
+        error = caught
+    forget()
+    leaves = settle(leaves, error, group)
+    loading: Loading | None = None
+    with group.together("preparing the load"):
+        loading = _plan(state, catalog, walker, leaves, tree)
+    assert loading is not None
+    return loading
+
+
+def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, leaves: Leaves, tree: object) -> Loading:
+    """What to read, from the leaves of the state and the stored tree with its tensors pending."""
+    surplus = _fit(leaves, catalog)
+    aliases = dict(walker.aliases)
+    specs, pieces = make_pieces(leaves, aliases)
+    names = {*(spec.name for spec in specs), *aliases}
+    pieces = tuple(_writable(piece) for piece in _by_stored_name(pieces, aliases, catalog))
+    twins = tuple(_twins(pieces, aliases, catalog))
+    dry = Putter(walker, inplace=frozenset(names), dry=True)
+    dry.put_all(state, tree)
+    return Loading(
+        pieces=(*pieces, *(piece for piece, _ in twins)),
+        fresh=tuple(sorted(set(dry.fresh) - names)),
+        names=frozenset(names | set(dry.fresh) | set(dry.others)),
+        missing=tuple(dry.missing),
+        unused=tuple(dry.unused),
+        state=state,
+        walker=walker,
+        catalog=catalog,
+        surplus=tuple(surplus),
+        twins=tuple((piece.spec.name, piece.view, live) for piece, live in twins),
+    )
+
+
+def restore(loading: Loading, fresh: Mapping[str, torch.Tensor]) -> None:
+    """Put values back, after the pieces have been read in place; `fresh` are the tensors that `loading.fresh` names.
+
+    Raises ValueConflictError when tensors that are one here (tied weights) are not equal in the checkpoint.
+    """
+    for name, copy, live in loading.twins:
+        if not _same_bytes(copy, live):
+            raise ValueConflictError(
+                name, (), "stored apart from the tensor that it is tied to here, and not equal to it: values differ"
+            )
+    with torch.no_grad():
+        for view in loading.surplus:
+            view.zero_()
+    known: dict[str, object] = {name: Pending(name) for name in loading.catalog.names}
+    tree = values.join(loading.catalog.values, {**known, **fresh})
+    Putter(loading.walker, inplace=loading.names - set(loading.fresh), dry=False).put_all(loading.state, tree)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _stored_states(catalog: Catalog, key: str) -> dict[str, dict[str, TensorSpec]]:
+    """Stored optimizer states under `key`: parameter → state → spec."""
+    out: dict[str, dict[str, TensorSpec]] = {}
+    for name in catalog.names:
+        if name.startswith(key + "/"):
+            below = values.split_name(name[len(key) + 1 :])
+            if len(below) == 2 and below[0] != optimizer.GROUPS:
+                out.setdefault(below[0], {})[below[1]] = catalog.spec(name)
+    return out
+
+
+def _drop_states(walker: Walker, leaves: Leaves, catalog: Catalog, tree: object) -> None:
+    """Take out live states of optimizers that were stored without them: they go, or come from values."""
+    stored = set(catalog.names)
+    for item in (item for items in walker.named.values() for item in items):
+        node = find(tree, values.split_name(item.key))
+        prefixes = [values.join_name(fqn) for fqn in optimizer.knows(node, item)]
+        gone = {f"{item.key}/{prefix}/" for prefix in prefixes}
+        for name in [n for n in leaves if n not in stored and n.startswith(item.key + "/")]:
+            if name[: name.index("/", len(item.key) + 1) + 1] in gone:
+                del leaves[name]
+
+
+def _fit(leaves: Leaves, catalog: Catalog) -> list[torch.Tensor]:
+    """Clip tensors that may be stored with another shape to it; the views that then lie outside are returned."""
+    surplus: list[torch.Tensor] = []
+    stored = set(catalog.names)
+    for name, items in leaves.items():
+        if not items[0].loose or name not in stored:
+            continue
+        shape = catalog.spec(name).shape
+        if shape != items[0].shape and len(shape) == len(items[0].shape):
+            for item in items:
+                surplus += _outside(item, shape)
+            leaves[name] = [replace(i, shape=shape, parts=tuple((t, clip(p, shape)) for t, p in i.parts)) for i in items]
+    return surplus
+
+
+def _outside(item: Leaf, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    for local, placed in item.parts:
+        for box, view in placed.views(local):
+            for dim, (offset, length) in enumerate(zip(box.offset, box.length, strict=True)):
+                inside = min(length, max(0, shape[dim] - offset))
+                if inside < length:
+                    yield view.narrow(dim, inside, length - inside)
+
+
+def _by_stored_name(pieces: Iterable[Piece], aliases: Mapping[str, str], catalog: Catalog) -> Iterator[Piece]:
+    """Tied tensors go by that of their names which is stored."""
+    stored = set(catalog.names)
+    others: dict[str, str] = {}
+    for alias, target in aliases.items():
+        if alias in stored and target not in stored:
+            others.setdefault(target, alias)
+    for piece in pieces:
+        name = others.get(piece.spec.name)
+        yield piece if name is None else replace(piece, spec=replace(piece.spec, name=name))
+
+
+def _writable(piece: Piece) -> Piece:
+    """The piece with a view that can be written. Raises UnsupportedError when its elements share memory."""
+    view = piece.view
+    if any(step == 0 and n > 1 for step, n in zip(view.stride(), view.shape, strict=True)):
+        raise UnsupportedError(piece.spec.name, "an expanded tensor can't be loaded into, its elements are one: clone it first")
+    if view.is_inference():  # torch would refuse to write into it, though the memory is like any other
+        alias = torch.empty(0, dtype=view.dtype, device=view.device)
+        alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        return replace(piece, view=alias)
+    return piece
+
+
+def _twins(pieces: Iterable[Piece], aliases: Mapping[str, str], catalog: Catalog) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """A copy to read for every piece of a tensor that is tied here and is stored apart under its other name."""
+    stored = set(catalog.names)
+    apart: dict[str, list[str]] = {}
+    for alias, target in aliases.items():
+        if alias in stored and target in stored and catalog.find(alias) != catalog.find(target):
+            apart.setdefault(target, []).append(alias)
+    for piece in pieces:
+        for alias in apart.get(piece.spec.name, ()):
+            yield replace(piece, spec=replace(piece.spec, name=alias), view=torch.empty_like(piece.view)), piece.view
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    flat = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*flat)

@@ -1,0 +1,137 @@
+"""DTensors whose placements alone don't tell where a shard lies.
+
+With `DTensor.from_local` users bring shards of sizes of their own: a rank's offset then depends on the others' sizes, and
+sometimes each rank believes in another global shape. And when FSDP2 cuts uneven TP shards, the same strided placements can
+mean two things, of which the sizes of all ranks tell the right one. So all ranks compare notes in one small exchange, and only
+when any of them has such a tensor, in a second one about just these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from ucformat.errors import RankFailedError, UnsupportedError
+from ucformat.group import Group
+from ucformat.reshard.state.leaf import Leaf
+from ucformat.reshard.state.placement import Placed, Split, grid, inner_first, is_even, shard
+
+MeshKey = str
+"""Digest of a mesh: its shape and its ranks in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank says of its shard of a DTensor."""
+
+    mesh: MeshKey
+    sizes: tuple[int, ...]
+    """Shape of the mesh."""
+    coordinate: tuple[int, ...]
+    splits: tuple[Split, ...]
+    shape: tuple[int, ...]
+    """Global shape as this rank believes."""
+    local: tuple[int, ...]
+    regular: bool
+    replicated: bool
+
+
+def claim(leaf: Leaf) -> Claim:
+    """The claim of a leaf that has a frame and a part."""
+    frame = leaf.frame
+    assert frame is not None
+    local, placed = leaf.parts[0]
+    size = tuple(local.shape)
+    return Claim(
+        mesh=frame.key,
+        sizes=frame.sizes,
+        coordinate=frame.coordinate,
+        splits=frame.splits,
+        shape=leaf.shape,
+        local=size,
+        regular=size == placed.local and is_even(leaf.shape, frame.splits),
+        replicated=frame.replicated,
+    )
+
+
+def settle(claims: Mapping[str, Claim], error: Exception | None, group: Group) -> dict[str, Placed]:
+    """The placements of those tensors that are uneven on any rank; empty when there is none. Every rank calls.
+
+    `error` is what went wrong on this rank before: it is raised here after all ranks have met, as RankFailedError on the others.
+    Raises UnsupportedError when the shards don't add up.
+    """
+    odd = [name for name, mine in claims.items() if not mine.regular]
+    told = group.all_gather((None if error is None else f"{type(error).__name__}: {error}", odd, _digests(claims)))
+    if error is not None:
+        raise error
+    failures = {rank: message for rank, (message, _, _) in enumerate(told) if message is not None}
+    if failures:
+        raise RankFailedError("collecting the state", failures)
+    suspects = {name for _, names, _ in told for name in names}
+    for key in _disputed([digests for _, _, digests in told]):
+        suspects.update(name for name, mine in claims.items() if mine.mesh == key)
+    if not any(names for _, names, _ in told) and not _disputed([digests for _, _, digests in told]):
+        return {}
+    every = group.all_gather({name: claims[name] for name in sorted(suspects) if name in claims})
+    out = {}
+    for name in sorted(suspects & claims.keys()):
+        mine = claims[name]
+        held = [c[name] for c in every if name in c and c[name].mesh == mine.mesh]
+        if any(not c.regular or c.shape != mine.shape for c in held):
+            out[name] = _place(name, mine, held)
+    return out
+
+
+def _digests(claims: Mapping[str, Claim]) -> dict[MeshKey, str]:
+    """Per mesh, what this rank believes of the global shapes of the tensors on it."""
+    told: dict[MeshKey, list[str]] = {}
+    for name in sorted(claims):
+        told.setdefault(claims[name].mesh, []).append(f"{name}{claims[name].shape}")
+    return {key: blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() for key, lines in told.items()}
+
+
+def _disputed(told: Sequence[Mapping[MeshKey, str]]) -> list[MeshKey]:
+    seen: dict[MeshKey, set[str]] = {}
+    for digests in told:
+        for key, digest in digests.items():
+            seen.setdefault(key, set()).add(digest)
+    return sorted(key for key, digests in seen.items() if len(digests) > 1)
+
+
+def _place(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
+    """Where `mine` lies when shards follow each other in mesh order, each of the size that it has."""
+    if any(split.factor > 1 for split in mine.splits):
+        return _place_strided(name, mine, held)
+    offset, shape = [0] * len(mine.local), list(mine.local)
+    for dim in {split.dim for split in mine.splits}:
+        axes = [split.axis for split in mine.splits if split.dim == dim]
+        line = {_along(c, axes): c.local[dim] for c in held if _aside(c, axes) == _aside(mine, axes)}
+        if len(line) != math.prod(mine.sizes[axis] for axis in axes):
+            raise UnsupportedError(name, "not every rank of its mesh holds a shard of this DTensor: all must save it together")
+        offset[dim] = sum(n for at, n in line.items() if at < _along(mine, axes))
+        shape[dim] = sum(line.values())
+    if len({c.shape for c in held}) == 1 and tuple(shape) != mine.shape:
+        raise UnsupportedError(name, f"the shards of this DTensor make up {shape}, its global shape is {list(mine.shape)}")
+    return shard(shape, offset, mine.local, replicated=mine.replicated)
+
+
+def _place_strided(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
+    """Where `mine` lies in that order of splits which gives every rank the size that it has."""
+    for order in (inner_first(mine.splits), mine.splits):
+        if order is not None and all(_cut(c, order).local == c.local and c.shape == mine.shape for c in held):
+            return _cut(mine, order)
+    raise UnsupportedError(name, "a DTensor with strided shards of sizes that no placement gives: redistribute it first")
+
+
+def _cut(c: Claim, order: Sequence[Split]) -> Placed:
+    return grid(c.shape, [split.at(c.coordinate) for split in order], replicated=c.replicated)
+
+
+def _along(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(c.coordinate[axis] for axis in axes)
+
+
+def _aside(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(at for axis, at in enumerate(c.coordinate) if axis not in axes)

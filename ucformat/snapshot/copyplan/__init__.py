@@ -1,0 +1,1 @@
+"""Which bytes go into which idle window. Pure: no clock, no device, no file."""

@@ -1,0 +1,109 @@
+"""What becomes of committed slots: hashed and persisted by the keeper, held while it reads them, reported when it is done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ucformat.snapshot.keeper.client import Keeper
+from ucformat.snapshot.keeper.messages import Event, Failed, Hashed, KeeperOptions, Persisted, Restarted
+from ucformat.snapshot.report import Report
+from ucformat.snapshot.slots.slot_set import Slot, SlotSet
+
+STOP_S = 60.0  # that `close` waits for checksums, and for a keeper that has given a version up
+LOOK_S = 0.01  # between looks whether a busy keeper can take more
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Which snapshots go to storage, and how long they stay there."""
+
+    url: str
+    """Run directory, at any fsspec URL: every persisted step is an ordinary checkpoint in it."""
+    every: int = 100
+    """Steps that are multiples of this are persisted."""
+    keep: int | None = None
+    """So many of the newest stay; None for all."""
+    keep_every: int | None = None
+    """Steps that are multiples of this stay for ever."""
+    retries: int = 5
+    timeout_s: float = 1800.0
+    imports: tuple[str, ...] = ()
+    """Modules that the keeper imports first, such as one that registers a file system with fsspec."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError("persist every first step or fewer")
+
+
+class Persistence:
+    """One rank's keeper and the slots that it reads."""
+
+    def __init__(self, slots: SlotSet, report: Report, run: str, persist: Persist | None, *, hash_every: int) -> None:
+        self._slots, self._report, self._persist, self._hash_every = slots, report, persist, hash_every
+        self._held: set[int] = set()
+        told = persist or Persist("")
+        self._keeper = Keeper(
+            KeeperOptions(
+                directory=slots.directory,
+                rank=slots.rank,
+                world=slots.world,
+                run=run,
+                persist_url=told.url or None,
+                keep=told.keep,
+                keep_every=told.keep_every,
+                retries=told.retries,
+                timeout_s=told.timeout_s,
+                imports=told.imports,
+            )
+        )
+        self._keeper.start()
+
+    def committed(self, slot: Slot, step: int, patient_until: float = 0.0) -> None:
+        """A version is complete here: hand it on when its step asks for it. Waits for a busy keeper until a time (monotonic)."""
+        persist = self._persist is not None and step % self._persist.every == 0
+        if persist or (self._hash_every and step % self._hash_every == 0):
+            taken = self._keeper.hash_and_maybe_persist(slot.index, step, persist)
+            while not taken and time.monotonic() < patient_until:
+                time.sleep(LOOK_S)
+                self.poll()
+                taken = self._keeper.hash_and_maybe_persist(slot.index, step, persist)
+            if not taken and persist:
+                self._report.persist_failed += 1
+                self._report.failures.append(f"step {step}: not persisted: the keeper is busy with earlier versions")
+                self._keeper.hash_and_maybe_persist(slot.index, step, persist=False)
+            self._follow()
+
+    def poll(self) -> None:
+        """Hear what the keeper has done since."""
+        for event in self._keeper.poll():
+            self._note(event)
+        self._follow()
+
+    def close(self) -> None:
+        """Let the keeper finish what it has, and end."""
+        persisting = self._persist is not None and self._keeper.persists()
+        for event in self._keeper.stop(self._persist.timeout_s + STOP_S if self._persist is not None and persisting else STOP_S):
+            self._note(event)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Hold just the slots that the keeper needs. Hashing is worth no missed snapshot."""
+        busy = self._keeper.needed_slots()
+        for index in busy - self._held:
+            self._slots.hold(self._slots.slot(index))
+        for index in self._held - busy:
+            self._slots.release(self._slots.slot(index))
+        self._held = busy
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Hashed):
+            self._report.hashed += 1
+        elif isinstance(event, Persisted):
+            self._report.persisted.append(event.step)
+        elif isinstance(event, Failed):
+            self._report.persist_failed += 1
+            self._report.failures.append(f"step {event.step}: {event.message}")
+        elif isinstance(event, Restarted):
+            self._report.keeper_restarts = event.count
+            self._report.failures.append(f"keeper: {event.message}")

@@ -1,0 +1,82 @@
+"""What a restart leaves behind it: versions newer than the one that it goes on from are forgotten, and keepers hear of it.
+
+A keeper outlives its trainer until the version in hand is persisted. If the job goes on from an older step, that version is
+abandoned: it must not appear in the storage beside, or instead of, the same step taken again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import msgspec
+
+from ucformat.errors import StorageError, UcformatError
+from ucformat.formats.snapshot import LOCK, rank_name, record_name
+from ucformat.snapshot.slots.filelock import FileLock
+from ucformat.snapshot.slots.free_memory import PART
+from ucformat.snapshot.slots.slotfile import forget, read_record
+
+FENCE = "restored.json"
+BESIDE_S = 5.0  # for other ranks that see to the same directory of a rank that is no more; each takes moments
+_RANK = re.compile(r"rank-(\d{5,})")
+_RECORD = re.compile(r"slot-(\d+)\.json")
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """Stands in a rank's directory from a restart on."""
+
+    run: str
+    """Token of that start of the job."""
+    step: int
+    """It went on from this step: what other starts took later is abandoned."""
+
+
+def read_fence(folder: str) -> Fence | None:
+    """The fence in a rank's directory; None where there is none that can be read."""
+    try:
+        with open(f"{folder}/{FENCE}", "rb") as file:
+            return msgspec.json.decode(file.read(), type=Fence)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_fence(folder: str, fence: Fence) -> None:
+    """Put a fence in place of the one before. Raises OSError."""
+    with open(f"{folder}/{FENCE}{PART}", "wb") as file:
+        file.write(msgspec.json.encode(fence))
+    os.replace(f"{folder}/{FENCE}{PART}", f"{folder}/{FENCE}")
+
+
+def abandon(directory: str, rank: int, world: int, fence: Fence) -> list[int]:
+    """Forget the versions of this rank that are newer than the fence, those of ranks that are no more too; their steps.
+
+    Every rank calls it after restoring and before it takes anything. Raises SnapshotInUseError while a living process fills
+    the slots, StorageError.
+    """
+    gone: list[int] = []
+    try:
+        names = os.listdir(directory) if os.path.isdir(directory) else []
+        for name in names:
+            match = _RANK.fullmatch(name)
+            if match and (name == rank_name(rank) or int(match[1]) >= world):
+                gone += _abandon(f"{directory}/{name}", fence)
+    except OSError as error:
+        raise StorageError(directory, error) from error
+    return sorted(gone)
+
+
+def _abandon(folder: str, fence: Fence) -> list[int]:
+    gone: list[int] = []
+    with FileLock.take(f"{folder}/{LOCK}", BESIDE_S):
+        write_fence(folder, fence)
+        for match in filter(None, map(_RECORD.fullmatch, os.listdir(folder))):
+            index = int(match[1])
+            try:
+                record = read_record(f"{folder}/{record_name(index)}")
+            except UcformatError:
+                continue  # damaged: nobody takes it for a version
+            if record is not None and record.step > fence.step:
+                forget(folder, index)
+                gone.append(record.step)
+    return gone

@@ -1,0 +1,162 @@
+"""The live memory that a rank's snapshots are copied from, looked at afresh in every step.
+
+Storages move: an optimizer replaces a state, a loader re-seats a parameter. So no pointer is trusted from step to step: every
+boundary looks at the state, in full as here or by verifying what a full look told (`watch`), and its pieces must be those
+that the slots were laid out for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from ucformat import values
+from ucformat.box import Box
+from ucformat.catalog import TensorSpec
+from ucformat.errors import UcformatError
+from ucformat.group import Group
+from ucformat.reshard.save import divide
+from ucformat.reshard.state.walk import Collected, Piece, collect
+
+Key = tuple[TensorSpec, Box]
+
+
+class MovedError(UcformatError):
+    """The state is no longer laid out as it was when the slots were made."""
+
+    def __init__(self, moved: Iterable[Key]) -> None:
+        self.moved = tuple(moved)
+        names = ", ".join(sorted({spec.name for spec, _ in self.moved})[:5])
+        super().__init__(f"the state has changed its layout: {names} is not there as it was, or new; make a new Snapshotter")
+
+
+class TornError(UcformatError):
+    """The state was changed before its copy was complete."""
+
+    def __init__(self, changed: Iterable[Key]) -> None:
+        self.changed = tuple(changed)
+        names = ", ".join(sorted({spec.name for spec, _ in self.changed})[:5])
+        super().__init__(
+            f"{names} changed while it was copied, and not by a torch optimizer: this step is not kept; "
+            "call `deadline()` before anything changes the state"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The state between two optimizer steps: tensors where they lie now, and everything else by value."""
+
+    views: tuple[torch.Tensor, ...]
+    """Live memory of each piece of the share, in the share's order."""
+    stable: tuple[bool, ...]
+    """Whether a piece changes in the optimizer step alone: parameters and optimizer states, on the device that computes."""
+    tree: bytes
+    """The value tree as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank keeps of the state: agreed upon once, with all ranks."""
+
+    keys: tuple[Key, ...]
+    """The pieces, and the tensors without elements."""
+    pieces: int
+    """How many of the keys have elements: the first ones."""
+    held: frozenset[Key]
+    """All pieces of this rank's state, those that other ranks keep included."""
+    aliases: Mapping[str, str]
+    mesh: Mapping[str, int]
+    coords: Mapping[str, int] | None
+    together: bool
+    """The layout can't be told on some rank without the others (uneven shards): every look at the state is an exchange."""
+    nbytes: int
+
+
+def agree(state: Mapping[str, object], group: Group) -> Share:
+    """Divide the state over the ranks. Every rank of `group` calls it; exchanges as a save does."""
+    collected = collect(state, group)
+    division = divide(collected, group, check_replicas=True)
+    keys = [(piece.spec, piece.box) for piece in division.pieces]
+    alone = _attempt(state, group.rank)
+    unknown = alone is None or not {(p.spec, p.box) for p in alone.pieces} >= set(keys)
+    return Share(
+        (*keys, *((spec, Box.whole(spec.shape)) for spec in division.empty)),
+        len(keys),
+        frozenset((piece.spec, piece.box) for piece in collected.pieces),
+        division.aliases,
+        division.mesh,
+        collected.coords,
+        together=any(group.all_gather(unknown)),
+        nbytes=sum(box.volume * spec.kind.itemsize for spec, box in keys),
+    )
+
+
+def _attempt(state: Mapping[str, object], rank: int) -> Collected | None:
+    """The state as it looks without the other ranks, None when it can't be told."""
+    try:
+        return collect(state, Group(rank))
+    except UcformatError:
+        return None
+
+
+def look(state: Mapping[str, object], share: Share, group: Group) -> Boundary:
+    """The state as it is now. Raises MovedError when it is laid out in another way than the share."""
+    return boundary(collect(state, group if share.together else Group(group.rank)), lasting(state), share)
+
+
+def boundary(collected: Collected, storages: AbstractSet[int], share: Share) -> Boundary:
+    """The share in what was collected; `storages` are those that last. Raises MovedError."""
+    pieces = held(collected)
+    if pieces.keys() != share.held:
+        raise MovedError(pieces.keys() ^ share.held)
+    views = [pieces[key].view for key in share.keys[: share.pieces]]
+    return settled(views, [memory(view) in storages for view in views], collected.values)
+
+
+def settled(views: Sequence[torch.Tensor], lasts: Sequence[bool], tree: object) -> Boundary:
+    """`lasts` says of each view whether it is of a parameter or an optimizer state."""
+    computes = {device.type for device in set(map(attrgetter("device"), views))} - {"cpu"}
+    return Boundary(
+        tuple(views),
+        tuple(lasts if not computes else (a and v.device.type != "cpu" for a, v in zip(lasts, views, strict=True))),
+        values.encode(tree),
+    )
+
+
+def held(collected: Collected) -> dict[Key, Piece]:
+    return {(piece.spec, piece.box): piece for piece in collected.pieces}
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Where its storage begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def lasting(state: object) -> set[int]:
+    """Storages of all parameters and optimizer states below `state`."""
+    found: set[int] = set()
+    waiting: list[object] = [state]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, nn.Module):
+            found.update(memory(_local(parameter)) for parameter in item.parameters())
+        elif isinstance(item, torch.optim.Optimizer):
+            for states in item.state.values():
+                found.update(memory(_local(x)) for x in states.values() if isinstance(x, torch.Tensor))
+            for group in item.param_groups:
+                found.update(memory(_local(parameter)) for parameter in group["params"])
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(item)
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank behind a DTensor."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

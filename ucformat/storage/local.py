@@ -1,0 +1,320 @@
+"""The local disk as a Store, through the page cache, with hints of what comes next.
+
+Reads are announced before their turn where the system does not read far ahead itself, and every write is sent on its way at
+once, so the disk works while we verify, hash and copy. Direct I/O was measured to be slower: memory that the disk has just
+filled or read is in no cache of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ucformat.errors import FormatError, MissingFileError, StorageError
+from ucformat.storage.store import Bytes, Reader, Store, Writer, safe_path
+
+ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
+HUGE_BYTES = 2 << 20  # the size of a huge page
+FAR_BYTES = 2 << 20  # of reading ahead keep a disk busy; what the system reads by itself lies in larger pages
+IN_FLIGHT_BYTES = 32 << 20  # of one file that are on their way to the disk; what has arrived leaves the page cache
+_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_ALL = 7  # wait for what is under way, write the rest, wait for that
+_VIEWS = 1024  # buffers that one call takes (IOV_MAX)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def aligned(nbytes: int) -> Bytes:
+    """A zeroed buffer of `nbytes` bytes that starts at a multiple of `ALIGNMENT`, on huge pages where there are any."""
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)  # one page for the disk to address instead of 512
+        except OSError:
+            pass  # a kernel without huge pages
+    return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
+
+
+def _system_call(name: str, *types: Any) -> Callable[..., int] | None:
+    """A function of the C library that Python does not know; None where there is none."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if found is not None:
+        found.argtypes = types
+    return found
+
+
+_sync_file_range = _system_call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+"""Has the kernel begin to write a range to disk, or waits for it (Linux)."""
+_mincore = _system_call("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+"""Tells which pages of a mapping are in memory (not all systems; a file of somebody else's may count as there)."""
+
+
+def _send_on(fd: int, start: int, nbytes: int) -> None:
+    """Send what was written on its way now, rather than all of it at the end. A hint: `fsync` is what makes it durable."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def _in_memory(fd: int, at: int) -> bool:
+    """Whether byte `at` of a file is in the page cache. Unlike a read that must not wait, it brings nothing there."""
+    assert _mincore is not None
+    page = mmap.ALLOCATIONGRANULARITY
+    try:
+        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ, offset=at // page * page) as mapped:
+            view, told = np.frombuffer(mapped, dtype=np.uint8), ctypes.create_string_buffer(1)
+            here = _mincore(view.ctypes.data, 1, told) == 0 and bool(told.raw[0] & 1)
+            del view  # a mapping in use can't be closed
+    except (OSError, ValueError):
+        return True  # a file that can't be mapped, or ends before
+    return here
+
+
+@cache
+def _reads_ahead(device: int) -> bool:
+    """Whether the system reads far enough ahead of sequential readers on a device by itself; False where it does not tell."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for place in (f"dev/block/{number}/queue", f"dev/block/{number}/../queue", f"class/bdi/{number}"):
+        try:
+            with open(f"/sys/{place}/read_ahead_kb", encoding="ascii") as file:
+                return int(file.read()) << 10 >= FAR_BYTES
+        except (OSError, ValueError):
+            pass  # a disk, a partition, or something else that has pages
+    return False
+
+
+def _let_go(fd: int, start: int, nbytes: int) -> None:
+    """Wait until a range is on the disk, then take it out of the page cache. Raises OSError: `fsync` will not tell again."""
+    if _sync_file_range is None or not hasattr(os, "posix_fadvise"):
+        return
+    if _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_ALL) < 0:
+        code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
+        return
+    os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class LocalReader(Reader):
+    """One open file, read through the page cache: the kernel reads ahead there while we verify and copy."""
+
+    def __init__(self, store: LocalStore, path: str, full: str) -> None:
+        super().__init__(store, path)
+        self._full = full
+        try:
+            self._fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise MissingFileError(full) from None
+        except OSError as error:
+            raise StorageError(full, error) from error
+
+    def prefetch(self, start: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self._fd).st_dev) and not self.is_here(start, nbytes):
+            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def is_here(self, start: int, nbytes: int) -> bool:
+        """Whether both ends of a range are in the page cache. Asking for all of it would look at every page."""
+        return _mincore is None or all(_in_memory(self._fd, at) for at in (start, start + max(nbytes, 1) - 1))
+
+    def let_go(self, start: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        self.read_parts(start, [out])
+
+    def read_parts(self, start: int, parts: Sequence[Bytes]) -> None:
+        views = [memoryview(part) for part in parts if part.nbytes]
+        at, stop = start, start + sum(len(view) for view in views)
+        try:
+            while views:
+                got = os.preadv(self._fd, views[:_VIEWS], at)
+                if got == 0:
+                    raise FormatError(self._full, f"the file ends at byte {at}", start, stop)
+                at += got
+                views = _after(views, got)
+        except IsADirectoryError:
+            raise MissingFileError(self._full, "is a directory") from None
+        except OSError as error:
+            raise StorageError(self._full, error, start, stop) from error
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `nbytes` bytes."""
+    for i, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= len(view)
+    return []
+
+
+class LocalWriter(Writer):
+    """A file written under `<path>.part` and renamed once it is durable."""
+
+    ordered = False
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path, self.part, self.size = path, path + ".part", size
+        self._sent: deque[tuple[int, int]] = deque()
+        """(start, bytes) of what is on its way, oldest first."""
+        self._lock = threading.Lock()
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            if size:
+                self._reserve(size)
+        except OSError as error:
+            if hasattr(self, "_fd"):
+                self.abort()
+            raise StorageError(path, error) from error
+
+    def _reserve(self, size: int) -> None:
+        """Take the disk space now, so that a full disk is known before the first byte is written."""
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            os.ftruncate(self._fd, size)
+
+    def write(self, start: int, data: Bytes) -> None:
+        view, done = memoryview(data), 0
+        try:
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done:], start + done)
+            _send_on(self._fd, start, len(view))
+            for range_ in self._oldest(start, len(view)):
+                _let_go(self._fd, *range_)
+        except OSError as error:
+            raise StorageError(self.path, error, start, start + len(view)) from error
+
+    def _oldest(self, start: int, nbytes: int) -> list[tuple[int, int]]:
+        """One more write is on its way: those that are to be waited for now."""
+        with self._lock:
+            self._sent.append((start, nbytes))
+            under_way, old = sum(size for _, size in self._sent), []
+            while under_way > IN_FLIGHT_BYTES:
+                old.append(self._sent.popleft())
+                under_way -= old[-1][1]
+        return old
+
+    def close(self) -> None:
+        try:
+            if os.fstat(self._fd).st_size != self.size:
+                os.ftruncate(self._fd, self.size)
+            os.fsync(self._fd)
+            self._release()
+            os.replace(self.part, self.path)
+            sync_directory(os.path.dirname(self.path))
+        except OSError as error:
+            self.abort()
+            raise StorageError(self.path, error) from error
+
+    def abort(self) -> None:
+        self._release()
+        try:
+            os.unlink(self.part)
+        except OSError:
+            pass
+
+    def _release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class LocalStore(Store):
+    """A directory of the local file system."""
+
+    alignment = ALIGNMENT
+
+    def __init__(self, path: str) -> None:
+        self.url = os.path.abspath(os.path.expanduser(path))
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self.url, safe_path(path, self.url)) if path else self.url
+
+    def size(self, path: str) -> int:
+        try:
+            status = os.stat(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            raise MissingFileError(self._full(path)) from None
+        except OSError as error:
+            raise StorageError(self._full(path), error) from error
+        return status.st_size
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(self._full(path))
+
+    def list(self, path: str = "") -> Sequence[str]:
+        try:
+            with os.scandir(self._full(path)) as entries:
+                return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise StorageError(self._full(path), error) from error
+
+    def read_into(self, path: str, start: int, out: Bytes) -> None:
+        with self.reader(path) as reader:
+            reader.read_into(start, out)
+
+    def reader(self, path: str) -> Reader:
+        return LocalReader(self, path, self._full(path))
+
+    def put(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        folder = os.path.dirname(full)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            fd, part = tempfile.mkstemp(prefix=os.path.basename(full) + ".", suffix=".part", dir=folder)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    os.fchmod(fd, 0o644)
+                    file.write(data)
+                    file.flush()
+                    os.fsync(fd)
+                os.replace(part, full)
+            except BaseException:
+                os.unlink(part)
+                raise
+            sync_directory(folder)
+        except OSError as error:
+            raise StorageError(full, error) from error
+
+    def writer(self, path: str, size: int) -> Writer:
+        return LocalWriter(self._full(path), size)
+
+    def remove(self, path: str = "") -> None:
+        full = self._full(path)
+        try:
+            if os.path.isdir(full) and not os.path.islink(full):
+                shutil.rmtree(full)
+            elif os.path.lexists(full):
+                os.unlink(full)
+        except OSError as error:
+            raise StorageError(full, error) from error
+
+    def sub(self, path: str) -> LocalStore:
+        return LocalStore(self._full(path))
