@@ -14,7 +14,7 @@ from ucformat.catalog import Catalog, Notes, TensorSpec
 from ucformat.dtypes import from_torch
 from ucformat.formats import native
 from ucformat.formats.source import Source
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.storage.local import LocalStore
 from ucformat.storage.open import open_store
@@ -31,12 +31,12 @@ def write_native(
     notes: Notes | None = None,
 ) -> Store:
     """A checkpoint of `tensors`, each cut into its boxes (whole by default), pieces dealt over `shards` files."""
-    targets: list[Target] = []
+    targets: list[OutputBox] = []
     views: list[torch.Tensor] = []
     for name, tensor in tensors.items():
         spec = TensorSpec(name, from_torch(tensor.dtype).name, tuple(tensor.shape))
         for box in (tiling or {}).get(name, [Box.whole(spec.shape)]):
-            targets.append(Target(spec, box))
+            targets.append(OutputBox(spec, box))
             views.append(tensor[box.slices])
     store = open_store(str(path))
     native.write(

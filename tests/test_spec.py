@@ -23,7 +23,7 @@ from ucformat.box import Box, flat_range
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
 from ucformat.formats import native
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.snapshot.slots.slot_set import SlotSet
@@ -72,7 +72,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
         kind = name.removeprefix("model/")
         spec = TensorSpec(name, kind if kind in DTYPES else from_torch(x.dtype).name, tuple(x.shape))
         for box in [Box.whole(spec.shape)] if name in whole else tiles(spec.shape):
-            targets.append(Target(spec, box))
+            targets.append(OutputBox(spec, box))
             views.append(x[box.slices])
     state = {"step": 7, "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": ["näme"]}]}, "m": {0: None}}
     root = tmp_path_factory.mktemp("written") / "step-00000007"

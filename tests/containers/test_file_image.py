@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ucformat.containers import file_image as images
 from ucformat.containers.checksums import digest
-from ucformat.containers.file_image import Image, Part, stream, write_image
+from ucformat.containers.file_image import ByteRequest, FilePlan, stream, write_image
 from ucformat.errors import StorageError
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
@@ -23,8 +23,8 @@ def _content(piece: int, size: int) -> np.ndarray:
     return np.random.default_rng(piece).integers(1, 256, size, dtype=np.uint8)
 
 
-def _fill_from(contents: Sequence[np.ndarray]) -> images.Fill:
-    def fill(parts: Sequence[Part]) -> None:
+def _fill_from(contents: Sequence[np.ndarray]) -> images.ByteSource:
+    def fill(parts: Sequence[ByteRequest]) -> None:
         for part in parts:
             part.out[:] = contents[part.piece][part.start : part.stop]
 
@@ -41,7 +41,7 @@ def test_an_image_is_written_as_planned(
     start = 4096 + np.cumsum(np.array([0, *sizes[:-1]] if sizes else [], dtype=np.int64) + gap)
     end = int(start[-1] + sizes[-1]) if sizes else 4096
     lengths = np.array(sizes, dtype=np.int64)
-    image = Image(end + 77, [(0, head), (end + 70, b"tail")], np.arange(len(sizes)), start, lengths, 4096 * own_origin)
+    image = FilePlan(end + 77, [(0, head), (end + 70, b"tail")], np.arange(len(sizes)), start, lengths, 4096 * own_origin)
     store: Store = open_store(str(tmp_path_factory.mktemp("i")) if kind == "local" else f"memory://{uuid.uuid4().hex}")
     with store.writer("f", image.size) as writer:
         digests = write_image(writer, image, _fill_from(contents), block_bytes=64 << 10)
@@ -71,11 +71,11 @@ def test_a_stream_gives_every_piece_in_order(sizes: list[int], chunk: int) -> No
 
 
 def test_a_failing_fill_fails_the_write_and_leaves_no_file(tmp_path: Path) -> None:
-    def fill(parts: Sequence[Part]) -> None:
+    def fill(parts: Sequence[ByteRequest]) -> None:
         raise StorageError("source", "gone")
 
     store = open_store(str(tmp_path))
-    image = Image(40 << 20, [], np.array([0]), np.array([0]), np.array([40 << 20]))
+    image = FilePlan(40 << 20, [], np.array([0]), np.array([0]), np.array([40 << 20]))
     with pytest.raises(StorageError, match="gone"), store.writer("f", image.size) as writer:
         write_image(writer, image, fill)
     assert store.list() == []

@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.formats import dcp as our_dcp
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.group import current
 from ucformat.storage.open import open_store
 
@@ -88,14 +88,14 @@ def whole(tensor: Any) -> torch.Tensor:
 def write_ours(folder: Path) -> None:
     """Our writer under a group of ranks; then stock DCP loads what it wrote, onto shards."""
     tensors = {"model/w": full("w", 9, 4), "model/b": full("b", 9), "optimizer/w/exp_avg": full("exp_avg", 9, 4)}
-    targets: list[Target] = []
+    targets: list[OutputBox] = []
     for name, tensor in tensors.items():
         spec = TensorSpec(name, "F32", tuple(tensor.shape))
         rest = spec.shape[1:]
-        targets += [Target(spec, Box((at, *(0 for _ in rest)), (3, *rest))) for at in (0, 3, 6)]
+        targets += [OutputBox(spec, Box((at, *(0 for _ in rest)), (3, *rest))) for at in (0, 3, 6)]
     values = {"optimizer": {"param_groups": [{"lr": 0.5, "params": ["w"]}]}, "step": 3}
 
-    def fill(parts: Sequence[Part]) -> None:
+    def fill(parts: Sequence[ByteRequest]) -> None:
         for part in parts:
             target = targets[part.piece]
             image = tensors[target.name][target.box.slices].contiguous().numpy().tobytes()
@@ -128,9 +128,9 @@ def write_ours(folder: Path) -> None:
 def fail_in_one_rank(folder: Path) -> None:
     """One rank can't get its bytes: every rank must raise, and nothing may be there."""
     spec = TensorSpec("model/w", "F32", (8, 4))
-    targets = [Target(spec, Box((at, 0), (4, 4))) for at in (0, 4)]
+    targets = [OutputBox(spec, Box((at, 0), (4, 4))) for at in (0, 4)]
 
-    def fill(parts: Sequence[Part]) -> None:
+    def fill(parts: Sequence[ByteRequest]) -> None:
         if dist.get_rank() == 1:
             raise OSError("no space left on device")
 

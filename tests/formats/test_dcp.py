@@ -44,7 +44,7 @@ from ucformat.formats import dcp as our_dcp
 from ucformat.formats import open_catalog
 from ucformat.formats.dcp import writer as dcp_writer
 from ucformat.formats.source import Source
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.storage.open import open_store
@@ -66,8 +66,8 @@ def opened(path: Path) -> Catalog:
     return our_dcp.open_catalog(source)
 
 
-def job(catalog: Catalog, path: Path, pieces: list[Target] | None = None, **more: Any) -> WriteJob:
-    pieces = [Target(spec, Box.whole(spec.shape)) for spec in catalog.tensors] if pieces is None else pieces
+def job(catalog: Catalog, path: Path, pieces: list[OutputBox] | None = None, **more: Any) -> WriteJob:
+    pieces = [OutputBox(spec, Box.whole(spec.shape)) for spec in catalog.tensors] if pieces is None else pieces
     fill = CatalogFill(catalog, pieces, [piece.name for piece in pieces])
     return WriteJob(open_store(str(path)), pieces, fill, catalog.values, catalog.aliases, **more)
 
@@ -593,7 +593,7 @@ def test_pieces_of_any_boxes_become_chunks(tmp_path: Path) -> None:
     tensor = torch.randn(5, 6)
     catalog = stock(tmp_path / "a", {"model": {"w": tensor}})
     spec = catalog.spec("model/w")
-    pieces = [Target(spec, Box(*box)) for box in (((0, 0), (5, 2)), ((0, 2), (2, 4)), ((2, 2), (3, 4)))]
+    pieces = [OutputBox(spec, Box(*box)) for box in (((0, 0), (5, 2)), ((0, 2), (2, 4)), ((2, 2), (3, 4)))]
     our_dcp.write(job(catalog, tmp_path / "b", pieces, layout=[[0], [1, 2]]))
     assert sorted(os.listdir(tmp_path / "b")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert torch.equal(read(opened(tmp_path / "b"), "model/w"), tensor)

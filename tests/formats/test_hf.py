@@ -21,7 +21,7 @@ from ucformat.errors import ExistsError, FormatError, MissingFileError, Ucformat
 from ucformat.formats import hf, sidecar_files
 from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.storage.local import LocalStore
@@ -33,7 +33,7 @@ State = Mapping[str, torch.Tensor]
 def job(path: Path | str, state: State, **more: object) -> WriteJob:
     specs = [TensorSpec(name, from_torch(t.dtype).name, tuple(t.shape)) for name, t in state.items()]
     fill = TensorFill(list(state.values()), [spec.kind for spec in specs])
-    return WriteJob(open_store(str(path)), [Target(s, Box.whole(s.shape)) for s in specs], fill, **more)  # type: ignore[arg-type]
+    return WriteJob(open_store(str(path)), [OutputBox(s, Box.whole(s.shape)) for s in specs], fill, **more)  # type: ignore[arg-type]
 
 
 def loaded(path: Path | str) -> dict[str, torch.Tensor]:
@@ -340,7 +340,7 @@ def test_a_failure_while_writing_leaves_what_was_there(tmp_path: Path, overwrite
 
     spec = TensorSpec("model/a", "F32", (1,))
     with pytest.raises(OSError, match="no more"):
-        hf.write(WriteJob(open_store(str(tmp_path / "out")), [Target(spec, Box.whole((1,)))], broken, overwrite=overwrite))
+        hf.write(WriteJob(open_store(str(tmp_path / "out")), [OutputBox(spec, Box.whole((1,)))], broken, overwrite=overwrite))
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
@@ -353,7 +353,7 @@ def test_object_stores_hold_nothing_after_a_failure_and_everything_after_success
 
     spec = TensorSpec("model/a", "F32", (1,))
     with pytest.raises(OSError, match="no more"):
-        hf.write(WriteJob(open_store(url), [Target(spec, Box.whole((1,)))], broken))
+        hf.write(WriteJob(open_store(url), [OutputBox(spec, Box.whole((1,)))], broken))
     assert open_store(url).list() == []
     hf.write(job(url, mixed(), max_file_bytes=100))
     assert {name: bits(t) for name, t in loaded(url).items()} == {name: bits(t) for name, t in mixed().items()}

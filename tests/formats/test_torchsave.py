@@ -30,7 +30,7 @@ from ucformat.errors import (
 )
 from ucformat.formats import torchsave
 from ucformat.formats.source import Source
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.storage.open import open_store
@@ -63,8 +63,8 @@ def saved(path: Path, tree: object) -> Catalog:
     return opened(path)
 
 
-def written(catalog: Catalog, path: Path, pieces: list[Target] | None = None, **more: Any) -> None:
-    pieces = [Target(spec, Box.whole(spec.shape)) for spec in catalog.tensors] if pieces is None else pieces
+def written(catalog: Catalog, path: Path, pieces: list[OutputBox] | None = None, **more: Any) -> None:
+    pieces = [OutputBox(spec, Box.whole(spec.shape)) for spec in catalog.tensors] if pieces is None else pieces
     fill = CatalogFill(catalog, pieces, [piece.name for piece in pieces])
     store = open_store(str(path.parent))
     torchsave.write(WriteJob(store, pieces, fill, catalog.values, catalog.aliases, file=path.name, **more))
@@ -324,11 +324,11 @@ def test_slabs_are_joined_into_whole_tensors(tmp_path: Path) -> None:
     tensor = torch.randn(7, 3)
     catalog = saved(tmp_path / "x.pt", {"d": {"w": tensor}})
     spec = catalog.spec("d/w")
-    pieces = [Target(spec, Box((start, 0), (n, 3))) for start, n in ((5, 2), (0, 4), (4, 1))]
+    pieces = [OutputBox(spec, Box((start, 0), (n, 3))) for start, n in ((5, 2), (0, 4), (4, 1))]
     written(catalog, tmp_path / "y.pt", pieces)
     assert torch.equal(torch.load(tmp_path / "y.pt", weights_only=True)["d"]["w"], tensor)
     with pytest.raises(UnsupportedError, match="no slab"):
-        written(catalog, tmp_path / "z.pt", [Target(spec, Box((0, 0), (7, 1))), Target(spec, Box((0, 1), (7, 2)))])
+        written(catalog, tmp_path / "z.pt", [OutputBox(spec, Box((0, 0), (7, 1))), OutputBox(spec, Box((0, 1), (7, 2)))])
     assert not (tmp_path / "z.pt").exists()
 
 
@@ -348,7 +348,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
     spec = TensorSpec("d/w", "F32", (4,))
     with pytest.raises(FormatError, match="damaged"):
-        torchsave.write(WriteJob(open_store(str(tmp_path)), [Target(spec, Box.whole((4,)))], fail, file="y.pt"))
+        torchsave.write(WriteJob(open_store(str(tmp_path)), [OutputBox(spec, Box.whole((4,)))], fail, file="y.pt"))
     assert os.listdir(tmp_path) == []
 
 

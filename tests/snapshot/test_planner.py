@@ -9,15 +9,15 @@ from ucformat.group import Group
 from ucformat.snapshot.copying.host import Outcome
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.planner import RATE_BYTES, WARM_UP, Planner
-from ucformat.snapshot.report import Report
+from ucformat.snapshot.report import SnapshotReport
 from ucformat.snapshot.schedule.replay import Track
 
 SIZES = np.array([20 << 20, 3 << 20])
 NAMES = ("forward", "backward")
 
 
-def planner(mode: Mode = "auto") -> tuple[Planner, Report]:
-    report = Report()
+def planner(mode: Mode = "auto") -> tuple[Planner, SnapshotReport]:
+    report = SnapshotReport()
     return Planner(mode, Group(0), report), report
 
 

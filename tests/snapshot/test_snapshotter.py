@@ -16,7 +16,7 @@ from torch import nn
 import ucformat
 from benchmarks.snapshot_loop import Loop, Setting
 from tests.reshard.ranks import on_ranks, same
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.errors import NotACheckpointError
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.snapshot.copyplan.plan import Mode
@@ -198,7 +198,7 @@ class Broken:
         self.works = True
         self.real = TensorFill.__call__
 
-    def __call__(self, fill: TensorFill, parts: Sequence[Part]) -> None:
+    def __call__(self, fill: TensorFill, parts: Sequence[ByteRequest]) -> None:
         if not self.works:
             raise OSError("the memory is gone")
         self.real(fill, parts)
@@ -208,7 +208,7 @@ class Broken:
 def broken(monkeypatch: pytest.MonkeyPatch) -> Broken:
     copier = Broken()
 
-    def call(fill: TensorFill, parts: Sequence[Part]) -> None:
+    def call(fill: TensorFill, parts: Sequence[ByteRequest]) -> None:
         copier(fill, parts)
 
     monkeypatch.setattr(TensorFill, "__call__", call)

@@ -11,8 +11,8 @@ import typer
 from ucformat.cli.screen import bytes_text, count_text, join_ranks, parse_size, progress, remark, say, say_json
 
 if TYPE_CHECKING:
-    from ucformat.reshard.convert import Conversion, Report
-    from ucformat.reshard.selection.mesh_layout import Layout
+    from ucformat.reshard.convert import Conversion, ConvertReport
+    from ucformat.reshard.selection.mesh_layout import MeshLayout
 
 _NAMES_SHOWN = 6
 
@@ -60,7 +60,7 @@ def convert(
     _tell_report(conversion, report, json)
 
 
-def read_layout(text: str) -> Layout:
+def read_layout(text: str) -> MeshLayout:
     """`dp=2,tp=4`, or the name of a JSON file."""
     from ucformat.errors import LayoutError
     from ucformat.reshard.selection.mesh_layout import parse
@@ -73,7 +73,7 @@ def read_layout(text: str) -> Layout:
         raise LayoutError(text, f"not a text file: {error}") from error
 
 
-def _tell_report(conversion: Conversion, report: Report, json: bool) -> None:
+def _tell_report(conversion: Conversion, report: ConvertReport, json: bool) -> None:
     if json:
         say_json(report)
         return

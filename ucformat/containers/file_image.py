@@ -26,7 +26,7 @@ STREAM_ALIGN = 64  # bytes; pieces that share a chunk start at multiples of it, 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ByteRequest:
     """A request for bytes [start, stop) of the row-major image of piece `piece`, to be put into `out`."""
 
     piece: int
@@ -35,12 +35,12 @@ class Part:
     out: Bytes
 
 
-Fill = Callable[[Sequence[Part]], None]
+ByteSource = Callable[[Sequence[ByteRequest]], None]
 """Puts the bytes of every part into its `out`; called from several threads at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class FilePlan:
     """The plan of a file: where its literals and pieces lie. Bytes that neither covers are zero."""
 
     size: int
@@ -66,8 +66,8 @@ class Image:
 class _Writing:
     """One image on its way into a file."""
 
-    image: Image
-    fill: Fill
+    image: FilePlan
+    fill: ByteSource
     writer: Writer
     block_bytes: int | None
     on_bytes: Callable[[int], None] | None
@@ -124,7 +124,7 @@ class _Writing:
         image = self.image
         first = int(np.searchsorted(image.start + image.nbytes, start, side="right"))
         last = int(np.searchsorted(image.start, stop, side="left"))
-        parts: list[Part] = []
+        parts: list[ByteRequest] = []
         at = start
         for i in range(first, last):
             begin, size = int(image.start[i]), int(image.nbytes[i])
@@ -132,7 +132,7 @@ class _Writing:
             if low >= high:
                 continue
             data[at - start : low - start] = 0
-            parts.append(Part(int(image.piece[i]), low - begin, high - begin, data[low - start : high - start]))
+            parts.append(ByteRequest(int(image.piece[i]), low - begin, high - begin, data[low - start : high - start]))
             at = high
         data[at - start :] = 0
         if parts:
@@ -142,8 +142,8 @@ class _Writing:
 
 def write_image(
     writer: Writer,
-    image: Image,
-    fill: Fill,
+    image: FilePlan,
+    fill: ByteSource,
     *,
     block_bytes: int | None = None,
     threads: int | None = None,
@@ -174,7 +174,7 @@ def write_image(
     return digests
 
 
-def stream(sizes: Sequence[int], fill: Fill, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, Bytes]]:
+def stream(sizes: Sequence[int], fill: ByteSource, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, Bytes]]:
     """The bytes of pieces 0, 1, … in order, for writers that append: (piece, start within it, bytes).
 
     The next chunk is filled on a thread while the caller uses this one; bytes are valid until the next are taken.
@@ -183,14 +183,14 @@ def stream(sizes: Sequence[int], fill: Fill, chunk_bytes: int = CHUNK_BYTES) -> 
     batches = _batches(sizes, chunk_bytes)
     buffers = (aligned(chunk_bytes), aligned(chunk_bytes))
 
-    def ask(number: int) -> list[Part]:
+    def ask(number: int) -> list[ByteRequest]:
         buffer = buffers[number % 2]
-        parts = [Part(piece, start, stop, buffer[at : at + stop - start]) for piece, start, stop, at in batches[number]]
+        parts = [ByteRequest(piece, start, stop, buffer[at : at + stop - start]) for piece, start, stop, at in batches[number]]
         fill(parts)
         return parts
 
     with ThreadPoolExecutor(1, thread_name_prefix="ucf-stream") as pool:
-        waiting: Future[list[Part]] | None = pool.submit(ask, 0) if batches else None
+        waiting: Future[list[ByteRequest]] | None = pool.submit(ask, 0) if batches else None
         for number in range(len(batches)):
             assert waiting is not None
             parts = waiting.result()

@@ -30,7 +30,7 @@ _WIDTH: dict[str, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file: dtype and shape as the header states them, bytes [start, stop) of the file."""
 
     name: str
@@ -45,7 +45,7 @@ class Header:
     """What a header says. `entries` are in the order of their bytes and tile [data_start, size)."""
 
     path: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     metadata: dict[str, str]
     data_start: int
     size: int
@@ -111,7 +111,7 @@ def build_header(entries: Iterable[tuple[str, str, Sequence[int]]], metadata: Ma
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _order(entry: Entry) -> tuple[int, int]:
+def _order(entry: HeaderEntry) -> tuple[int, int]:
     return entry.start, entry.stop
 
 
@@ -151,7 +151,7 @@ def _metadata(where: str, found: object, data_start: int) -> dict[str, str]:
     return found
 
 
-def _entry(where: str, name: str, item: object, data_start: int, size: int) -> Entry:
+def _entry(where: str, name: str, item: object, data_start: int, size: int) -> HeaderEntry:
     """One checked entry; offsets become bytes of the file."""
     if not isinstance(item, dict) or not item.keys() >= _KEYS:
         raise FormatError(where, f"tensor {name!r}: needs dtype, shape and data_offsets", LENGTH_BYTES, data_start)
@@ -171,7 +171,7 @@ def _entry(where: str, name: str, item: object, data_start: int, size: int) -> E
         raise FormatError(where, f"tensor {name!r}: {error}", start, stop) from error
     if wanted != stop - start:
         raise FormatError(where, f"tensor {name!r}: {dtype} {shape} takes {wanted} bytes, not {stop - start}", start, stop)
-    return Entry(name, dtype, tuple(shape), start, stop)
+    return HeaderEntry(name, dtype, tuple(shape), start, stop)
 
 
 def _counts(found: object) -> TypeGuard[list[int]]:
@@ -184,7 +184,7 @@ def _short(found: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _prove_tiling(where: str, entries: Sequence[Entry], data_start: int, size: int) -> None:
+def _prove_tiling(where: str, entries: Sequence[HeaderEntry], data_start: int, size: int) -> None:
     """No holes, no overlaps, nothing behind the last tensor."""
     end, before = data_start, ""
     for entry in entries:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
-from ucformat.containers.safetensors_header import Entry, Header, distinct, is_safetensors, read_header
+from ucformat.containers.safetensors_header import Header, HeaderEntry, distinct, is_safetensors, read_header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
@@ -56,7 +56,7 @@ def open_catalog(source: Source) -> Catalog:
     """
     names = _shards(source.store)
     headers = [read_header(source.store, name) for name in names]
-    boxes: dict[str, list[tuple[int, Entry, Box]]] = {}
+    boxes: dict[str, list[tuple[int, HeaderEntry, Box]]] = {}
     for number, header in enumerate(headers):
         offsets = _offsets(header)
         for entry in header.entries:
@@ -96,7 +96,7 @@ def _checked(offsets: object) -> list[int]:
     return offsets
 
 
-def _box(header: Header, entry: Entry, offsets: list[int] | None) -> Box:
+def _box(header: Header, entry: HeaderEntry, offsets: list[int] | None) -> Box:
     """The box of an entry; one that the metadata does not mention is a whole tensor."""
     try:
         shape = DTYPES[entry.dtype].item_shape(entry.shape)
@@ -111,7 +111,7 @@ def _box(header: Header, entry: Entry, offsets: list[int] | None) -> Box:
     return Box(tuple(offsets), shape)
 
 
-def _add(builder: CatalogBuilder, name: str, held: list[tuple[int, Entry, Box]]) -> None:
+def _add(builder: CatalogBuilder, name: str, held: list[tuple[int, HeaderEntry, Box]]) -> None:
     """Declare a tensor by the extent of its boxes; of equal boxes (replicas) the first counts."""
     _, first, box = held[0]
     for number, entry, other in held:

@@ -117,7 +117,7 @@ def decode_slot(data: bytes, file: str) -> SlotRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldShard:
     """A version in a slot."""
 
     folder: str
@@ -136,7 +136,7 @@ class Version:
 
     step: int
     world: int
-    held: tuple[Held, ...]
+    held: tuple[HeldShard, ...]
 
     @property
     def complete(self) -> bool:
@@ -153,7 +153,7 @@ class Version:
         return max(item.record.created for item in self.held)
 
 
-def read_slot(store: Store, folder: str, index: int) -> Held:
+def read_slot(store: Store, folder: str, index: int) -> HeldShard:
     """The version in a slot. Raises MissingFileError when it holds none, FormatError when record and file do not belong together.
 
     The file's header is only checked when the version is opened.
@@ -166,12 +166,12 @@ def read_slot(store: Store, folder: str, index: int) -> Held:
     size = store.size(f"{folder}/{record.file}")
     if size != record.size:
         raise FormatError(where, f"{record.file} has {size} bytes, was committed with {record.size}")
-    return Held(folder, index, record)
+    return HeldShard(folder, index, record)
 
 
 def survey(store: Store) -> tuple[list[Version], list[str]]:
     """All versions of which any rank here holds its part, the newest first; and which records were ignored, and why."""
-    found: dict[tuple[int, int, str], dict[int, Held]] = {}
+    found: dict[tuple[int, int, str], dict[int, HeldShard]] = {}
     ignored: list[str] = []
     for folder in (name.rstrip("/") for name in store.list() if _RANK.fullmatch(name)):
         for index in (int(match[1]) for name in store.list(folder) if (match := _RECORD.fullmatch(name))):
@@ -257,7 +257,7 @@ def _catalog(store: Store, version: Version, told: Iterable[str]) -> Catalog:
     return Catalog(specs, table, tuple(files), store, _values(version, store.url), aliases, notes)
 
 
-def _pieces(store: Store, held: Held) -> list[ShardPiece]:
+def _pieces(store: Store, held: HeldShard) -> list[ShardPiece]:
     """What a slot's header says, once it is known to be the one that was committed."""
     record, where = held.record, f"{store.url}/{held.path}"
     if hex_digest(store.read(held.path, 0, record.data_start)) != record.header_digest:

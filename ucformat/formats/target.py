@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
-from ucformat.containers.file_image import Fill, Part
+from ucformat.containers.file_image import ByteRequest, ByteSource
 from ucformat.dtypes import DTYPES
 from ucformat.formats.source import Source
 from ucformat.group import Group
@@ -17,7 +17,7 @@ MAX_FILE_BYTES = 4 << 30  # a size that object stores and file systems both take
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class OutputBox:
     """One piece of a tensor to be written: `box` of the tensor `spec`, row-major."""
 
     spec: TensorSpec
@@ -42,9 +42,9 @@ class WriteJob:
 
     store: Store
     """The directory to be; it appears only when complete. With `file`: the existing directory around that file."""
-    targets: Sequence[Target]
+    targets: Sequence[OutputBox]
     """Pieces that tile every tensor; `fill` counts them by their index here."""
-    fill: Fill
+    fill: ByteSource
     values: object = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
@@ -79,10 +79,10 @@ class WriteJob:
             held += target.nbytes
         return shards
 
-    def fill_of(self, pieces: Sequence[int]) -> Fill:
+    def fill_of(self, pieces: Sequence[int]) -> ByteSource:
         """The job's `fill`, for a file whose piece i is target `pieces[i]`."""
 
-        def fill(parts: Sequence[Part]) -> None:
-            self.fill([Part(pieces[part.piece], part.start, part.stop, part.out) for part in parts])
+        def fill(parts: Sequence[ByteRequest]) -> None:
+            self.fill([ByteRequest(pieces[part.piece], part.start, part.stop, part.out) for part in parts])
 
         return fill

@@ -23,11 +23,11 @@ from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
 from ucformat.formats import native, owned, partial, sidecar_files
 from ucformat.formats.hf.writer import lay_out
 from ucformat.formats.source import Source, locate
-from ucformat.formats.target import MAX_FILE_BYTES, Target, WriteJob
+from ucformat.formats.target import MAX_FILE_BYTES, OutputBox, WriteJob
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, wants
-from ucformat.reshard.selection.mesh_layout import Layout, cut
+from ucformat.reshard.selection.mesh_layout import MeshLayout, cut
 from ucformat.reshard.selection.select import Chosen, choose
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
@@ -105,7 +105,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConvertReport:
     """What was done; counts are those of all ranks."""
 
     tensors: int
@@ -131,12 +131,12 @@ def convert(
     dtype: str | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    layout: Layout | None = None,
+    layout: MeshLayout | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     group: Group | None = None,
     on_progress: Progress | None = None,
-) -> Report:
+) -> ConvertReport:
     """Convert the checkpoint at `src` into format `to` at `dst`. Every rank of `group` calls it and does its share.
 
     `select` and `exclude` are globs over names (`model/*`; one without wildcards means itself and all below it).
@@ -168,7 +168,7 @@ def prepare(
     dtype: str | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    layout: Layout | None = None,
+    layout: MeshLayout | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> Conversion:
@@ -189,7 +189,7 @@ def prepare(
     chosen = choose(catalog, to, select, exclude, src)
     kept = chosen.catalog
     specs = _converted(kept.tensors, wanted_dtype)
-    pieces, files = ([Target(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
+    pieces, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
     read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
     fill = CatalogFill(kept, pieces, [target.name for target in pieces])
     job = WriteJob(
@@ -211,13 +211,13 @@ def prepare(
     return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), chosen, remarks)
 
 
-def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> Report:
+def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> ConvertReport:
     """Carry out a conversion. On every rank of `group`, with equal conversions."""
     group = Group() if group is None else group
     began = time.monotonic()
     count = _Count(conversion.written_bytes, on_progress)
     formats.writer(conversion.to)(replace(conversion.job, group=group, on_bytes=count))
-    return Report(
+    return ConvertReport(
         conversion.tensors,
         conversion.read_bytes,
         sum(group.all_gather(count.done)),

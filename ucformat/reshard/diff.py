@@ -16,9 +16,9 @@ import torch
 from ucformat import values as trees
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DTYPES
-from ucformat.formats.target import Target
+from ucformat.formats.target import OutputBox
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.storage.store import Bytes
 
@@ -127,8 +127,8 @@ class _Comparison:
         self.pairs, self.tolerance, self.on_bytes = pairs, tolerance, on_bytes
         names = [name for _, _, name in pairs]
         self.fills = (
-            CatalogFill(a, [Target(left, Box.whole(left.shape)) for left, _, _ in pairs], names, threads=2),
-            CatalogFill(b, [Target(right, Box.whole(right.shape)) for _, right, _ in pairs], names, threads=2),
+            CatalogFill(a, [OutputBox(left, Box.whole(left.shape)) for left, _, _ in pairs], names, threads=2),
+            CatalogFill(b, [OutputBox(right, Box.whole(right.shape)) for _, right, _ in pairs], names, threads=2),
         )
         self.unequal: dict[int, _Tally] = {}
 
@@ -175,7 +175,7 @@ class _Comparison:
         starts = np.concatenate([[0], np.cumsum([-(-size // 16) * 16 for size in sizes])])
         memory = np.empty(int(starts[-1]), dtype=np.uint8)
         parts = [
-            Part(piece, start * w, stop * w, memory[at : at + size])
+            ByteRequest(piece, start * w, stop * w, memory[at : at + size])
             for (piece, start, stop), w, at, size in zip(batch, width, starts.tolist(), sizes, strict=False)
         ]
         self.fills[side](parts)

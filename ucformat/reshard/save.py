@@ -17,7 +17,7 @@ from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.containers.checksums import digest
 from ucformat.formats import native
-from ucformat.formats.target import Target
+from ucformat.formats.target import OutputBox
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.state.replicas import Offer, Offers, choose, sample
@@ -102,8 +102,8 @@ def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, 
     tables: list[native.ShardTable] = []
     with group.together(f"writing {store.url}"):
         pieces = division.pieces
-        targets = [Target(piece.spec, piece.box) for piece in pieces]
-        targets += [Target(spec, Box.whole(spec.shape)) for spec in division.empty]
+        targets = [OutputBox(piece.spec, piece.box) for piece in pieces]
+        targets += [OutputBox(spec, Box.whole(spec.shape)) for spec in division.empty]
         fill = TensorFill([piece.view for piece in pieces], [piece.spec.kind for piece in pieces])
         tables = native.put_shards(store, partial(generation.shard, group.rank), targets, fill, options.on_bytes)
     _commit(store, generation, tables, division, options, group)
@@ -119,7 +119,7 @@ def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
             piece.box.length,
             _nbytes(piece),
             sample(piece.view) if check and piece.checked else None,
-            piece.drifts,
+            piece.first_rank_wins,
         )
         for piece in shared
     )

@@ -1,1 +1,1 @@
-"""The snapshot engine: every step in host memory, persisted in the background. Users call `Snapshotter`; only `cli` and they may."""
+"""The snapshot engine: every step in host memory, persisted in the background. Called by users (`Snapshotter`) and `cli` only."""

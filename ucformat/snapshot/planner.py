@@ -16,8 +16,8 @@ from ucformat.group import Group
 from ucformat.snapshot.copying.host import Outcome
 from ucformat.snapshot.copyplan.drift import Drift
 from ucformat.snapshot.copyplan.plan import CopyPlan, Mode, Pieces, Rates, plan_copies
-from ucformat.snapshot.report import Report
-from ucformat.snapshot.schedule.replay import Times, Track, Window, replay
+from ucformat.snapshot.report import SnapshotReport
+from ucformat.snapshot.schedule.replay import IdleWindow, Times, Track, replay
 from ucformat.snapshot.schedule.strategy import Strategy
 
 WARM_UP = 3  # steps that are measured before the first plan: the first one sets up connections and shapes
@@ -35,7 +35,7 @@ Names = tuple[str, ...]
 class Planner:
     """One rank's plans. The training thread calls it."""
 
-    def __init__(self, mode: Mode, group: Group, report: Report) -> None:
+    def __init__(self, mode: Mode, group: Group, report: SnapshotReport) -> None:
         self.mode = mode
         self.strategy: Strategy | None = None
         self._group, self._report = group, report
@@ -152,7 +152,7 @@ def _after(track: Track, seconds: float) -> Track:
     return Track(np.maximum(track.start - seconds, 0.0), np.maximum(track.stop - seconds, 0.0), track.seconds - seconds)
 
 
-def _as_they_open(windows: Sequence[Window], whole: Sequence[Window]) -> tuple[Window, ...]:
+def _as_they_open(windows: Sequence[IdleWindow], whole: Sequence[IdleWindow]) -> tuple[IdleWindow, ...]:
     """Windows of what is left of a step, as long as they are when they open: what was waited for a slot is part of them."""
     seconds = {window.after: window.seconds for window in whole}
     return tuple(replace(window, start=window.stop - seconds.get(window.after, window.seconds)) for window in windows)

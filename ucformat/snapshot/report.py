@@ -43,7 +43,7 @@ class StepReport:
 
 
 @dataclass(slots=True)
-class Report:
+class SnapshotReport:
     """Everything since the engine was made."""
 
     strategy: str = ""

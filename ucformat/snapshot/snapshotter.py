@@ -32,14 +32,14 @@ from ucformat.snapshot.copying.version import Places, Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist, Persistence
 from ucformat.snapshot.planner import Planner
-from ucformat.snapshot.report import Report, StepReport
+from ucformat.snapshot.report import SnapshotReport, StepReport
 from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.schedule import hooks
 from ucformat.snapshot.schedule.clock import Span, StepClock, now
 from ucformat.snapshot.schedule.replay import Track
 from ucformat.snapshot.schedule.strategy import derive
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
-from ucformat.snapshot.slots.votes import Peers
+from ucformat.snapshot.slots.votes import VersionVotes
 from ucformat.snapshot.source.revisit import Watch
 from ucformat.snapshot.source.share import Share, TornError, agree
 from ucformat.snapshot.trace import Trace, gaps
@@ -88,7 +88,7 @@ class Snapshotter:
         """Set to False, on all ranks, to go without snapshots and what comes with them until set to True again."""
         self.clock = StepClock(self._opened, self._closed)
         self.trace_log = Trace(self.group.rank)
-        self._report = Report()
+        self._report = SnapshotReport()
         self._copier: HostCopier | DeviceCopier | None = None
         self._slots: SlotSet | None = None
         self._share: Share | None = None
@@ -97,7 +97,7 @@ class Snapshotter:
         self._late: deque[tuple[Taking, Outcome]] = deque()
         """Versions past their deadline of which is not known yet what became of them, or not counted."""
         self._planner = Planner(mode, self.group, self._report)
-        self._peers: Peers | None = None
+        self._peers: VersionVotes | None = None
         self._places: Places | None = None
         self._run, self._last = "", -1
         self._patient_until = 0.0  # on the monotonic clock: until then, a version waits for a slot
@@ -181,7 +181,7 @@ class Snapshotter:
         self._run = self.group.broadcast(uuid.uuid4().hex)
         return restore(self.state, self.directory, self._persist.url if self._persist else None, self._run, self.group)
 
-    def report(self) -> Report:
+    def report(self) -> SnapshotReport:
         """What happened so far."""
         return self._report
 
@@ -354,7 +354,7 @@ class Snapshotter:
         if self._persist is not None or self._hash_every:
             self._persistence = Persistence(slots, self._report, run, self._persist, hash_every=self._hash_every)
         self._places = Places.of(share, slots)
-        self._peers = Peers(self.group)
+        self._peers = VersionVotes(self.group)
         self._slots, self._share, self._watch = slots, share, Watch(share, self.group)
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
         self._report.slot_bytes, self._report.remarks = share.nbytes, slots.remarks

@@ -31,7 +31,7 @@ from ucformat.errors import (
 from ucformat.formats import native
 from ucformat.formats.native.shard import hex_digest
 from ucformat.formats.source import locate
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.storage.open import open_store
@@ -84,7 +84,7 @@ def test_every_dtype_of_safetensors_round_trips(tmp_path: Path) -> None:
     targets, views = [], []
     for kind in DTYPES.values():
         spec = TensorSpec(kind.name, kind.name, (4, 12))
-        targets.append(Target(spec, Box.whole(spec.shape)))
+        targets.append(OutputBox(spec, Box.whole(spec.shape)))
         raw = torch.randint(0, 2, (48 * kind.itemsize,), dtype=torch.uint8)
         views.append(raw.view(kind.torch).view(4, 12))
     store = open_store(str(tmp_path / "ck"))
@@ -129,7 +129,7 @@ def test_a_committed_checkpoint_is_replaced_only_on_demand_and_in_one_step(tmp_p
 
     spec = TensorSpec("x", "F32", (3,))
     job = WriteJob(
-        open_store(str(path)), [Target(spec, Box.whole((3,)))], TensorFill([torch.ones(3)], [spec.kind]), overwrite=True
+        open_store(str(path)), [OutputBox(spec, Box.whole((3,)))], TensorFill([torch.ones(3)], [spec.kind]), overwrite=True
     )
     native.write(job)
     catalog = formats.open_catalog(str(path))
@@ -141,7 +141,7 @@ def test_a_replacement_that_fails_leaves_the_old_checkpoint_readable(tmp_path: P
     path = _save(tmp_path / "ck")
     spec = TensorSpec("x", "F32", (4,))
     half = WriteJob(
-        open_store(str(path)), [Target(spec, Box((0,), (2,)))], TensorFill([torch.ones(2)], [spec.kind]), overwrite=True
+        open_store(str(path)), [OutputBox(spec, Box((0,), (2,)))], TensorFill([torch.ones(2)], [spec.kind]), overwrite=True
     )
     with pytest.raises(CoverageError, match=r"\[2:4\]"):
         native.write(half)

@@ -33,7 +33,7 @@ from ucformat.errors import (
 from ucformat.formats import native, open_catalog
 from ucformat.formats.native.manifest import MANIFEST, Envelope, Record, decode_record, encode_record
 from ucformat.formats.native.shard import hex_digest
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.storage.open import open_store
 
@@ -46,7 +46,7 @@ def write(root: Path, tensors: dict[str, torch.Tensor], values: object = None) -
     for name, x in tensors.items():
         spec = TensorSpec(name, "F32", tuple(x.shape))
         half = [Box((0, 0), (1, x.shape[1])), Box((1, 0), (x.shape[0] - 1, x.shape[1]))] if x.ndim == 2 else [Box.whole(x.shape)]
-        targets += [Target(spec, box) for box in half]
+        targets += [OutputBox(spec, box) for box in half]
         views += [x[box.slices] for box in half]
     fill = TensorFill(views, [DTYPES["F32"]] * len(views))
     native.write(WriteJob(open_store(str(root)), targets, fill, values=values or {}, notes=Notes(step=1)))
@@ -270,7 +270,7 @@ def test_an_unknown_dtype_is_refused(root: Path) -> None:
 
 def test_writing_what_does_not_tile_is_refused_and_nothing_is_committed(tmp_path: Path) -> None:
     spec = TensorSpec("w", "F32", (4,))
-    target = Target(spec, Box((0,), (3,)))
+    target = OutputBox(spec, Box((0,), (3,)))
     with pytest.raises(CoverageError, match=r"'w': box \[3:4\]"):
         native.write(WriteJob(open_store(str(tmp_path / "ck")), [target], TensorFill([torch.zeros(3)], [DTYPES["F32"]])))
     assert not (tmp_path / "ck" / MANIFEST).exists()
@@ -284,7 +284,7 @@ def test_a_record_comes_back_as_it_was(root: Path) -> None:
 
 def test_a_box_that_cuts_through_packed_numbers_is_refused(tmp_path: Path) -> None:
     spec = TensorSpec("w", "F6_E2M3", (6,))
-    targets = [Target(spec, Box((0,), (2,))), Target(spec, Box((2,), (4,)))]
+    targets = [OutputBox(spec, Box((0,), (2,))), OutputBox(spec, Box((2,), (4,)))]
     fill = TensorFill([torch.zeros(2, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)], [DTYPES["F6_E2M3"]] * 2)
     with pytest.raises(UnrepresentableError, match="packs 4 numbers into 3 bytes"):
         native.write(WriteJob(open_store(str(tmp_path / "ck")), targets, fill))

@@ -13,8 +13,8 @@ from ucformat import box as boxes
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.errors import LayoutError
-from ucformat.formats.target import Target
-from ucformat.reshard.selection.mesh_layout import Layout, Rule, cut, parse
+from ucformat.formats.target import OutputBox
+from ucformat.reshard.selection.mesh_layout import MeshLayout, Rule, cut, parse
 
 
 def by_rank(text: str, **shapes: tuple[int, ...]) -> list[dict[str, str]]:
@@ -23,7 +23,7 @@ def by_rank(text: str, **shapes: tuple[int, ...]) -> list[dict[str, str]]:
     return [{pieces[i].name: str(pieces[i].box) for i in held} for held in ranks]
 
 
-def assert_tiles(spec: TensorSpec, pieces: list[Target]) -> None:
+def assert_tiles(spec: TensorSpec, pieces: list[OutputBox]) -> None:
     mine = [piece.box for piece in pieces if piece.name == spec.name]
     offset = boxes.pad([box.offset for box in mine], len(spec.shape), 0)
     length = boxes.pad([box.length for box in mine], len(spec.shape), 1)
@@ -76,7 +76,7 @@ def test_a_rule_may_name_the_stage() -> None:
 
 
 def test_the_first_rule_that_matches_counts() -> None:
-    layout = Layout({"tp": 2}, (Rule("a.*", {"tp": 1}), Rule("*", {"tp": 0})))
+    layout = MeshLayout({"tp": 2}, (Rule("a.*", {"tp": 1}), Rule("*", {"tp": 0})))
     pieces, _ = cut(layout, [TensorSpec("a.b", "F32", (2, 2))])
     assert [str(piece.box) for piece in pieces] == ["[0:2, 0:1]", "[0:2, 1:2]"]
 
@@ -97,7 +97,7 @@ def test_any_layout_tiles_any_tensor(mesh: dict[str, int], shapes: list[tuple[in
                 axes[axis] = data.draw(st.integers(-limit, limit - 1))
         if data.draw(st.booleans()):
             rules.append(Rule(spec.name, axes))
-    pieces, ranks = cut(Layout(mesh, tuple(rules)), specs)
+    pieces, ranks = cut(MeshLayout(mesh, tuple(rules)), specs)
     for spec in specs:
         assert_tiles(spec, pieces)
     assert sorted(i for held in ranks for i in held) == list(range(len(pieces)))
@@ -135,4 +135,4 @@ def test_what_is_no_layout_is_refused(text: str) -> None:
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": -3}, {"pp": 2}])
 def test_a_rule_that_does_not_fit_names_the_tensor(axes: dict[str, int]) -> None:
     with pytest.raises(LayoutError, match="'w'"):
-        cut(Layout({"tp": 2, "pp": 2}, (Rule("*", axes),)), [TensorSpec("w", "F32", (4, 4))])
+        cut(MeshLayout({"tp": 2, "pp": 2}, (Rule("*", axes),)), [TensorSpec("w", "F32", (4, 4))])

@@ -13,7 +13,19 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ucformat import box as boxes
 from ucformat.box import Box
-from ucformat.reshard.state.placement import Cut, Placed, Split, clip, flat, grid, inner_first, is_even, shard, volume, whole
+from ucformat.reshard.state.placement import (
+    Cut,
+    LocalPlacement,
+    Split,
+    clip,
+    flat,
+    grid,
+    inner_first,
+    is_even,
+    shard,
+    volume,
+    whole,
+)
 
 
 def cuts_of(placements: Sequence[Placement], mesh: Sequence[int], at: Sequence[int]) -> list[Cut]:
@@ -24,7 +36,7 @@ def cuts_of(placements: Sequence[Placement], mesh: Sequence[int], at: Sequence[i
     ]
 
 
-def cover(full: torch.Tensor, ranks: Sequence[tuple[Placed, torch.Tensor]]) -> torch.Tensor:
+def cover(full: torch.Tensor, ranks: Sequence[tuple[LocalPlacement, torch.Tensor]]) -> torch.Tensor:
     """Put the ranks' views where their boxes say, after checking that distinct boxes tile the tensor."""
     out = torch.full_like(full, -1)
     distinct: dict[Box, torch.Tensor] = {}

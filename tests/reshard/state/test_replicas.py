@@ -17,7 +17,7 @@ from ucformat.reshard.state.replicas import Offer, Offers, choose
 def test_replicas_go_to_the_least_loaded_holder_and_drifting_ones_to_the_first() -> None:
     offers = (
         Offer("large", (0,), (9,), 9, None),
-        Offer("drifting", (0,), (8,), 8, None, drifts=True),
+        Offer("drifting", (0,), (8,), 8, None, first_rank_wins=True),
         Offer("small", (0,), (1,), 1, None),
     )
     assert choose([Offers(0, offers), Offers(0, offers)]) == [[True, True, False], [False, False, True]]

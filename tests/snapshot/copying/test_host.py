@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.snapshot.rigs.rigs import LONG, PATIENCE_S, SOON_S, Piece, columns, meanwhile, rig, track
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.snapshot.copying.host import Outcome
 from ucformat.snapshot.copyplan.plan import EXPOSED, OVERLAP, Mode
 from ucformat.snapshot.schedule.replay import Track
@@ -217,7 +217,7 @@ def test_what_fails_is_told_at_the_deadline_and_ends_the_version(where: str, mod
 def test_a_failure_ends_the_copies_beside_compute_too() -> None:
     calls = []
 
-    def fail(parts: Sequence[Part]) -> None:
+    def fail(parts: Sequence[ByteRequest]) -> None:
         calls.append(at.beside())
         raise OSError("broken")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.snapshot.rigs.rigs import LONG, PATIENCE_S, SOON_S, Piece, Rig, meanwhile, rig, track
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.snapshot.copyplan.plan import EXPOSED, OVERLAP, Mode, Rates
 from ucformat.snapshot.schedule.clock import StepClock
 from ucformat.snapshot.schedule.replay import Track
@@ -74,7 +74,7 @@ def test_copies_beside_compute_go_on_after_a_deadline() -> None:
     with rig([Piece(1000, deadline=0), Piece(3000)], Track.whole(0.1), "overlap") as at:
         assert sorted(at.plan.window.tolist()) == [EXPOSED, OVERLAP, OVERLAP, OVERLAP]
 
-        def fill(parts: Sequence[Part]) -> None:
+        def fill(parts: Sequence[ByteRequest]) -> None:
             if not at.beside():
                 time.sleep(2 * SOON_S)  # the others are due by then
             at.fill(parts)
@@ -101,7 +101,7 @@ def test_a_version_without_a_place_at_a_deadline_is_refused_for_good() -> None:
 
 
 def test_a_copy_that_fails_at_a_deadline_does_not_reach_the_action() -> None:
-    def fail(parts: Sequence[Part]) -> None:
+    def fail(parts: Sequence[ByteRequest]) -> None:
         raise OSError("broken")
 
     with rig([Piece(1000, deadline=0)], track(0.5, 1.0, seconds=2.0), "blocking") as at:

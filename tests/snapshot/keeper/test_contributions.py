@@ -13,12 +13,12 @@ from tests.snapshot.rigs.keeping import RUN, assert_persisted, hashed, make_slot
 from ucformat.errors import ChecksumError, CoverageError, FormatError, MissingFileError, RankFailedError, ValueConflictError
 from ucformat.formats import native
 from ucformat.snapshot.keeper import contributions, slot_copy
-from ucformat.snapshot.keeper.contributions import Answers, Part, Refusal
+from ucformat.snapshot.keeper.contributions import Answers, Contribution, Refusal
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
 
-def hand_in(run: Store, directory: Path, rank: int, world: int, step: int = 5, token: str = RUN) -> Part:
+def hand_in(run: Store, directory: Path, rank: int, world: int, step: int = 5, token: str = RUN) -> Contribution:
     """One rank's part of a version in fresh slots."""
     store = run.sub(native.step_name(step))
     with make_slots(directory, rank, world, run=token) as slots:

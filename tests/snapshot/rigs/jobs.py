@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ucformat
 from tests.snapshot.rigs.slotfill import workers
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.formats.snapshot import rank_name
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.snapshot.copyplan.plan import Mode
@@ -166,7 +166,7 @@ def dawdle(rank: int, link: Connection, hosts: list[Path], seed: int, from_where
     snap = Snapshotter(state, directory=str(directory), hash_every=0, mode=mode)
     copy = TensorFill.__call__
 
-    def unreliable(self: TensorFill, parts: Sequence[Part]) -> None:
+    def unreliable(self: TensorFill, parts: Sequence[ByteRequest]) -> None:
         if chance.random() < 0.03:
             raise OSError("this copy fails")
         copy(self, parts)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DTYPES
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.snapshot.copying.host import HostCopier, Outcome, Work
@@ -74,7 +74,7 @@ class Rig:
     def place(self) -> Sequence[Bytes] | None:
         return self.out
 
-    def fill(self, parts: Sequence[Part]) -> None:
+    def fill(self, parts: Sequence[ByteRequest]) -> None:
         if self.beside() and not self.hold.is_set():
             self.held.set()
             assert self.hold.wait(PATIENCE_S)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ucformat.snapshot.schedule.actions import ScheduleError, gives, gpipe, one_f_one_b, parse
 from ucformat.snapshot.schedule.from_torch import named
-from ucformat.snapshot.schedule.replay import Times, Track, Window, replay
+from ucformat.snapshot.schedule.replay import IdleWindow, Times, Track, replay
 
 # ranks, microbatches, (forward, backward of the input, of the weights): as in the notes on snapshots, section 3.4
 CASES = [(p, p * k, times) for p, k, times in product((2, 4, 8), (1, 2, 4), ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 0.8, 1.0)))]
@@ -82,8 +82,8 @@ def test_zbv_with_few_microbatches_idles_twice_as_long() -> None:
 def test_windows_name_the_actions_around_them() -> None:
     track = replay(one_f_one_b(2, 2), Times.uniform(2, 1, 1, 1)).tracks
     # rank 0: F0 F1 . B0 . B1 R; rank 1: . F0 B0 F1 B1 R .
-    assert track[0].windows() == (Window(1, 2, 2.0, 4.0), Window(2, 3, 6.0, 7.0))
-    assert track[1].windows() == (Window(None, 0, 0.0, 1.0), Window(4, None, 7.0, 9.0))
+    assert track[0].windows() == (IdleWindow(1, 2, 2.0, 4.0), IdleWindow(2, 3, 6.0, 7.0))
+    assert track[1].windows() == (IdleWindow(None, 0, 0.0, 1.0), IdleWindow(4, None, 7.0, 9.0))
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:

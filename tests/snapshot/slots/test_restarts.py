@@ -17,9 +17,9 @@ from tests.checkpoints import flip
 from tests.reshard.ranks import assert_same
 from tests.snapshot.rigs.jobs import Job, Training, truth
 from tests.snapshot.rigs.slotfill import pieces, take
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.errors import SnapshotInUseError
-from ucformat.formats.snapshot import Held, rank_name, survey
+from ucformat.formats.snapshot import HeldShard, rank_name, survey
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.snapshot.slots import restart_fence
 from ucformat.snapshot.slots.restart_fence import Fence, abandon, read_fence
@@ -43,7 +43,7 @@ def fail_from(step: int, training: Training) -> None:
     """This rank keeps no version from a step on."""
     copy = TensorFill.__call__
 
-    def fails(self: TensorFill, parts: Sequence[Part]) -> None:
+    def fails(self: TensorFill, parts: Sequence[ByteRequest]) -> None:
         if training.state["step"] >= step:
             raise OSError("this copy fails")
         copy(self, parts)
@@ -78,7 +78,7 @@ def run(
     signal.pause()
 
 
-def mine(slots: Path, rank: int) -> list[Held]:
+def mine(slots: Path, rank: int) -> list[HeldShard]:
     return [held for version in survey(open_store(str(slots)))[0] for held in version.held if held.record.rank == rank]
 
 

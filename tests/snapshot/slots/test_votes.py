@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.reshard.ranks import on_ranks
 from tests.snapshot.rigs.jobs import PATIENCE_S, Job
 from ucformat.group import Group, current
-from ucformat.snapshot.slots.votes import BATCH, Fate, Peers
+from ucformat.snapshot.slots.votes import BATCH, VersionOutcome, VersionVotes
 
 VERSIONS = 40
 
@@ -27,8 +27,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def hear(peers: Peers, count: int) -> list[Fate]:
-    fates: list[Fate] = []
+def hear(peers: VersionVotes, count: int) -> list[VersionOutcome]:
+    fates: list[VersionOutcome] = []
 
     def enough() -> bool:
         fates.extend(peers.hear())
@@ -42,8 +42,8 @@ def holds(rank: int, step: int) -> bool:
     return random.Random(f"{rank} {step}").random() < 0.8
 
 
-def exchange() -> list[Fate]:
-    rank, peers = dist.get_rank(), Peers(current())
+def exchange() -> list[VersionOutcome]:
+    rank, peers = dist.get_rank(), VersionVotes(current())
     chance = random.Random(rank)
     for step in range(VERSIONS):
         time.sleep(chance.choice([0.0, 0.002]))
@@ -56,13 +56,13 @@ def exchange() -> list[Fate]:
 
 
 def test_a_version_is_whole_when_all_ranks_hold_it_and_all_ranks_learn_the_same() -> None:
-    expected = [Fate(step, all(holds(rank, step) for rank in range(3))) for step in range(VERSIONS)]
+    expected = [VersionOutcome(step, all(holds(rank, step) for rank in range(3))) for step in range(VERSIONS)]
     assert {fate.whole for fate in expected} == {True, False}
     assert on_ranks(3, exchange) == [expected] * 3
 
 
 def late(flag: str) -> None:
-    peers = Peers(current())
+    peers = VersionVotes(current())
     if dist.get_rank() == 0:
         for step in (1, 2, 3):
             peers.tell(step, held=True)
@@ -72,7 +72,7 @@ def late(flag: str) -> None:
         until(Path(flag).exists)
         for step in (1, 2, 3):
             peers.tell(step, held=True)
-    assert hear(peers, 3) == [Fate(step, True) for step in (1, 2, 3)]
+    assert hear(peers, 3) == [VersionOutcome(step, True) for step in (1, 2, 3)]
     peers.close()
 
 
@@ -81,13 +81,13 @@ def test_nobody_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
 
 
 def lonely(rank: int, link: Connection) -> None:
-    peers = Peers(current())
+    peers = VersionVotes(current())
     peers.tell(1, held=True)
     hear(peers, 1)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     peers.tell(2, held=True)
-    fates: list[Fate] = []
+    fates: list[VersionOutcome] = []
     while not peers.trouble:
         fates += peers.hear()
         time.sleep(0.001)
@@ -105,8 +105,8 @@ def test_without_a_rank_that_died_no_fate_is_made_up_and_nothing_raises_or_waits
     assert trouble == "of step 2 only 1 of 2 ranks have told"
 
 
-def apart() -> tuple[list[Fate], str]:
-    peers = Peers(current())
+def apart() -> tuple[list[VersionOutcome], str]:
+    peers = VersionVotes(current())
     peers.tell(4 + dist.get_rank(), held=True)
     dist.barrier()
     fates = peers.hear()
@@ -117,7 +117,7 @@ def apart() -> tuple[list[Fate], str]:
 
 def test_a_version_that_only_some_ranks_took_is_lost() -> None:
     for rank, (fates, trouble) in enumerate(on_ranks(2, apart)):
-        assert fates == [Fate(4 + rank, False), Fate(6, True)]
+        assert fates == [VersionOutcome(4 + rank, False), VersionOutcome(6, True)]
         assert trouble == ""
 
 
@@ -125,10 +125,10 @@ def tidy(rank: int, link: Connection) -> None:
     """Many versions, and a second job after the first in the same store."""
     left: list[int] = []
     for _ in range(2):
-        peers = Peers(current())
+        peers = VersionVotes(current())
         for step in range(5 * BATCH):
             peers.tell(step, held=True)
-            assert hear(peers, 1) == [Fate(step, True)]
+            assert hear(peers, 1) == [VersionOutcome(step, True)]
         dist.barrier()
         assert peers._store is not None
         left = [step for step in range(5 * BATCH) if peers._store.check([str(step)])]
@@ -145,13 +145,13 @@ def test_the_store_does_not_grow_with_the_number_of_versions() -> None:
     assert len(left[0]) < 2 * BATCH
 
 
-def halves() -> list[Fate]:
+def halves() -> list[VersionOutcome]:
     """Two jobs in one world, at different times, each in a group of its own."""
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group = current(groups[rank % 2])
     time.sleep(0.2 * (rank % 2))
-    peers = Peers(group)
+    peers = VersionVotes(group)
     peers.tell(1, held=rank != 3)
     fates = hear(peers, 1)
     peers.close()
@@ -159,14 +159,14 @@ def halves() -> list[Fate]:
 
 
 def test_ranks_outside_the_group_have_no_say() -> None:
-    assert on_ranks(4, halves) == [[Fate(1, rank % 2 == 0)] for rank in range(4)]
+    assert on_ranks(4, halves) == [[VersionOutcome(1, rank % 2 == 0)] for rank in range(4)]
 
 
 def test_a_single_rank_knows_at_once() -> None:
-    peers = Peers(Group())
+    peers = VersionVotes(Group())
     peers.tell(1, held=True)
     peers.tell(2, held=False)
-    assert peers.hear() == [Fate(1, True), Fate(2, False)]
+    assert peers.hear() == [VersionOutcome(1, True), VersionOutcome(2, False)]
     peers.tell(1, held=False)
     peers.tell(2, held=True)
     assert peers.hear() == []

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from ucformat.catalog import TensorSpec
-from ucformat.containers.file_image import Part, stream
+from ucformat.containers.file_image import ByteRequest, stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
 from ucformat.formats import sidecar_files
 from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.staging import publish
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.formats.torchsave.writer import in_order, torch_tree
 from ucformat.storage.store import Bytes, Store
 from ucformat.values.codec import ArrayRef
@@ -62,7 +62,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedItem:
     """An item at bytes [start, start + size) of file number `file`, which rank `file` modulo the group's size writes."""
 
     item: Planned
@@ -103,7 +103,7 @@ def _path(file: int) -> str:
 
 def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | int, ...]], list[Planned]]:
     """(tensor specs by flat key, path of every flat key, items); values come first, as in torch's own files."""
-    pieces: dict[str, list[tuple[int, Target]]] = {}
+    pieces: dict[str, list[tuple[int, OutputBox]]] = {}
     for index, target in enumerate(job.targets):
         pieces.setdefault(target.name, []).append((index, target))
         if target.spec.dtype.startswith("F6_"):
@@ -119,7 +119,7 @@ def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | in
             raise UnsupportedError(job.store.url, f"{'/'.join(map(str, path))!r} and another name have the flat key {key!r}")
         flat[key], paths[key] = leaf, path
     specs = {key: leaf.spec for key, leaf in flat.items() if isinstance(leaf, _Tensor)}
-    ordered: Mapping[str, Sequence[tuple[int, Target]]] = {}
+    ordered: Mapping[str, Sequence[tuple[int, OutputBox]]] = {}
     if any(_tensors_in(leaf) for key, leaf in flat.items() if key not in specs):
         ordered = in_order(job)
     values = [_value_item(key, leaf, ordered) for key, leaf in flat.items() if key not in specs]
@@ -147,13 +147,13 @@ def _arrays(tree: object) -> Iterator[str]:
             yield from _arrays(value)
 
 
-def _array(job: WriteJob, held: Sequence[tuple[int, Target]]) -> np.ndarray[Any, Any]:
+def _array(job: WriteJob, held: Sequence[tuple[int, OutputBox]]) -> np.ndarray[Any, Any]:
     spec = held[0][1].spec
     whole = torch.empty(spec.shape, dtype=spec.kind.torch)
     for index, target in held:
         image = np.empty(target.nbytes, dtype=np.uint8)
         if target.nbytes:
-            job.fill([Part(index, 0, target.nbytes, image)])
+            job.fill([ByteRequest(index, 0, target.nbytes, image)])
         whole[target.box.slices] = torch.from_numpy(image).view(spec.kind.torch).view(target.box.length)
     array: np.ndarray[Any, Any] = whole.numpy()
     return array
@@ -181,7 +181,7 @@ def _tensors_in(value: Any) -> bool:
     return isinstance(value, _Tensor) or (isinstance(value, (list, tuple)) and any(map(_tensors_in, value)))
 
 
-def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, Target]]]) -> Planned:
+def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, OutputBox]]]) -> Planned:
     """A value, with the tensors that lie in its tuples."""
     tensors: list[tuple[Outgoing, tuple[Range, ...]]] = []
 
@@ -198,7 +198,7 @@ def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, 
     return Planned(key, data_pkl, tuple(tensors))
 
 
-def _tensor_items(key: str, held: Sequence[tuple[int, Target]]) -> Iterator[Planned]:
+def _tensor_items(key: str, held: Sequence[tuple[int, OutputBox]]) -> Iterator[Planned]:
     """The tensor's pieces, each cut along dimension 0 into chunks of at most CHUNK_BYTES where rows allow it."""
     real = [pair for pair in held if pair[1].nbytes] or held[:1]
     for index, target in real:
@@ -213,12 +213,12 @@ def _tensor_items(key: str, held: Sequence[tuple[int, Target]]) -> Iterator[Plan
             yield _chunk(key, target, index, (offset[0] + first, *offset[1:]), (rows, *length[1:]), first * row)
 
 
-def _chunk(key: str, target: Target, piece: int, offset: tuple[int, ...], length: tuple[int, ...], start: int) -> Planned:
+def _chunk(key: str, target: OutputBox, piece: int, offset: tuple[int, ...], length: tuple[int, ...], start: int) -> Planned:
     leaf = Outgoing("0", target.spec.dtype, length)
     return Planned(key, pickle_tree(leaf), ((leaf, (Range(piece, start, start + leaf.nbytes),)),), offset, length)
 
 
-def _place(job: WriteJob, items: Sequence[Planned]) -> list[Placed]:
+def _place(job: WriteJob, items: Sequence[Planned]) -> list[PlacedItem]:
     """Items to files: as the job's layout says, else consecutive ones, as equal in bytes as whole items allow.
 
     Without a layout there is at least one file per rank, and none is much larger than `max_file_bytes`.
@@ -226,13 +226,13 @@ def _place(job: WriteJob, items: Sequence[Planned]) -> list[Placed]:
     sizes = [item.nbytes for item in items]
     share = max(1, min(-(-sum(sizes) // job.group.size), job.max_file_bytes))
     laid = {piece: file for file, part in enumerate(job.layout or ()) for piece in part}
-    placed: list[Placed] = []
+    placed: list[PlacedItem] = []
     ends: dict[int, int] = {}
     before = 0
     for item, size in zip(items, sizes, strict=True):
         pieces = [r.piece for _, ranges in item.tensors for r in ranges]
         file = before // share if job.layout is None else laid.get(pieces[0], 0) if pieces else 0
-        placed.append(Placed(item, file, ends.get(file, 0), size))
+        placed.append(PlacedItem(item, file, ends.get(file, 0), size))
         ends[file] = ends.get(file, 0) + size
         before += size
     return placed
@@ -241,13 +241,16 @@ def _place(job: WriteJob, items: Sequence[Planned]) -> list[Placed]:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def _write_items(job: WriteJob, placed: Sequence[Placed], put: Callable[[int, Bytes], None]) -> None:
+def _write_items(job: WriteJob, placed: Sequence[PlacedItem], put: Callable[[int, Bytes], None]) -> None:
     """One file, front to back; the next bytes are filled while the last are written."""
     ranges = [r for p in placed for _, held in p.item.tensors for r in held]
 
-    def fill(parts: Sequence[Part]) -> None:
+    def fill(parts: Sequence[ByteRequest]) -> None:
         job.fill(
-            [Part(ranges[p.piece].piece, ranges[p.piece].start + p.start, ranges[p.piece].start + p.stop, p.out) for p in parts]
+            [
+                ByteRequest(ranges[p.piece].piece, ranges[p.piece].start + p.start, ranges[p.piece].start + p.stop, p.out)
+                for p in parts
+            ]
         )
 
     chunks = stream([r.stop - r.start for r in ranges], fill)
@@ -260,7 +263,7 @@ def _write_items(job: WriteJob, placed: Sequence[Placed], put: Callable[[int, By
 
 
 def _metadata(
-    job: WriteJob, specs: Mapping[str, TensorSpec], paths: Mapping[str, tuple[str | int, ...]], placed: Sequence[Placed]
+    job: WriteJob, specs: Mapping[str, TensorSpec], paths: Mapping[str, tuple[str | int, ...]], placed: Sequence[PlacedItem]
 ) -> bytes:
     """The pickled Metadata, of torch's own classes."""
     from torch.distributed.checkpoint import metadata as torch_metadata

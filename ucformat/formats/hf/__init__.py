@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ucformat import values as value_tree
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
-from ucformat.containers.safetensors_header import LENGTH_BYTES, Entry, Header
+from ucformat.containers.safetensors_header import LENGTH_BYTES, Header, HeaderEntry
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.hf import files
@@ -75,7 +75,7 @@ def _canonical(name: str) -> str:
     return value_tree.join_name(MODEL, name)
 
 
-def _add(builder: CatalogBuilder, number: int, name: str, entry: Entry) -> None:
+def _add(builder: CatalogBuilder, number: int, name: str, entry: HeaderEntry) -> None:
     path = f"{builder.store.url}/{builder.files[number].path}"
     try:
         shape = DTYPES[entry.dtype].item_shape(entry.shape)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ucformat.containers.safetensors_header import Entry, Header, distinct, read_header
+from ucformat.containers.safetensors_header import Header, HeaderEntry, distinct, read_header
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store, safe_path
@@ -146,9 +146,11 @@ def read_headers(store: Store, chosen: FileSet) -> list[Header]:
     return read_each(store, chosen, read_header)
 
 
-def owners(store: Store, chosen: FileSet, headers: Sequence[Header]) -> tuple[dict[str, tuple[int, Entry]], tuple[str, ...]]:
+def owners(
+    store: Store, chosen: FileSet, headers: Sequence[Header]
+) -> tuple[dict[str, tuple[int, HeaderEntry]], tuple[str, ...]]:
     """Tensor name → (number of its file, entry), and remarks. Raises FormatError when index and files disagree."""
-    found: dict[str, tuple[int, Entry]] = {}
+    found: dict[str, tuple[int, HeaderEntry]] = {}
     for number, header in enumerate(headers):
         for entry in header.entries:
             other = found.setdefault(entry.name, (number, entry))
@@ -166,7 +168,7 @@ def owners(store: Store, chosen: FileSet, headers: Sequence[Header]) -> tuple[di
     return found, tuple(_index_remarks(chosen, found))
 
 
-def _index_remarks(chosen: FileSet, found: Mapping[str, tuple[int, Entry]]) -> list[str]:
+def _index_remarks(chosen: FileSet, found: Mapping[str, tuple[int, HeaderEntry]]) -> list[str]:
     remarks: list[str] = []
     extra = [name for name in found if name not in (chosen.weight_map or {})]
     if extra:

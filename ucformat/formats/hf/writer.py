@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ucformat import values as value_tree
-from ucformat.containers.file_image import Image, write_image
+from ucformat.containers.file_image import FilePlan, write_image
 from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, build_header
 from ucformat.errors import UnsupportedError
 from ucformat.formats import sidecar_files
 from ucformat.formats.staging import publish
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.storage.store import Store
 
 MODEL = "model"
@@ -39,7 +39,7 @@ class PlannedFile:
     """One file to be: its image (pieces are targets' indices) and the names in it."""
 
     path: str
-    image: Image
+    image: FilePlan
     names: tuple[str, ...]
 
 
@@ -107,7 +107,7 @@ def _hf_names(job: WriteJob) -> dict[str, str]:
     return names
 
 
-def _check(job: WriteJob, target: Target, name: str) -> None:
+def _check(job: WriteJob, target: OutputBox, name: str) -> None:
     if not target.whole:
         raise UnsupportedError(
             job.store.url, f"tensor {target.name!r}: a safetensors model holds whole tensors, not {target.box}"
@@ -140,7 +140,7 @@ def _pack(chosen: Sequence[int], nbytes: Sequence[int], limit: int) -> Iterator[
 def _plan_file(
     path: str,
     group: Sequence[int],
-    targets: Sequence[Target],
+    targets: Sequence[OutputBox],
     names: Mapping[str, str],
     aliases: Mapping[str, str],
     extra: Mapping[str, str],
@@ -160,7 +160,7 @@ def _plan_file(
         raise UnsupportedError(path, why)
     nbytes = np.array([targets[number].nbytes for number in order], dtype=np.int64)
     stops = len(header) + np.cumsum(nbytes)
-    image = Image(int(stops[-1]), [(0, header)], np.array(order, dtype=np.int64), stops - nbytes, nbytes)
+    image = FilePlan(int(stops[-1]), [(0, header)], np.array(order, dtype=np.int64), stops - nbytes, nbytes)
     return PlannedFile(path, image, tuple(own))
 
 

@@ -23,7 +23,7 @@ from ucformat import values as trees
 from ucformat.box import Box, Ints
 from ucformat.catalog import Catalog, File, FragmentTable, Notes, TensorSpec
 from ucformat.containers.checksums import BLOCK_BYTES
-from ucformat.containers.file_image import Fill, Part
+from ucformat.containers.file_image import ByteRequest, ByteSource
 from ucformat.errors import (
     CoverageError,
     ExistsError,
@@ -47,7 +47,7 @@ from ucformat.formats.native.manifest import (
 )
 from ucformat.formats.native.shard import ShardChecks, ShardPiece, ShardRecord, hex_digest, lay_out_all, read_pieces, write_shard
 from ucformat.formats.source import Source
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.storage.store import Store
 
 NAME = "native"
@@ -208,8 +208,8 @@ class ShardTable:
 def put_shards(
     store: Store,
     path: Callable[[int], str],
-    targets: Sequence[Target],
-    fill: Fill,
+    targets: Sequence[OutputBox],
+    fill: ByteSource,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[ShardTable]:
     """Write `targets` into one shard, or into several when they are too many for the header of one; at `path(part)`.
@@ -226,7 +226,7 @@ def put_shards(
     return tables
 
 
-def _fill_from(fill: Fill, first: int, parts: Sequence[Part]) -> None:
+def _fill_from(fill: ByteSource, first: int, parts: Sequence[ByteRequest]) -> None:
     """Fill a file whose piece 0 is piece `first` of `fill`."""
     fill([replace(part, piece=first + part.piece) for part in parts])
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ucformat.box import Box, Ints
 from ucformat.catalog import Checks, TensorSpec
 from ucformat.containers import checksums
-from ucformat.containers.file_image import Fill, Image, write_image
+from ucformat.containers.file_image import ByteSource, FilePlan, write_image
 from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, Header, build_header, read_header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError, UnrepresentableError
@@ -36,7 +36,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number of bytes, items or dimensions, or a position."""
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+class ShardEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the header can't say of an entry; absent when the entry is a whole tensor under its own name and dtype."""
 
     tensor: str
@@ -55,7 +55,7 @@ class ShardNote(msgspec.Struct, frozen=True):
     version: str
     block_bytes: Count
     """Size of the checksummed blocks, counted from the start of the data."""
-    entries: dict[str, Entry]
+    entries: dict[str, ShardEntry]
     """Entry key → what it is."""
 
 
@@ -140,7 +140,7 @@ def lay_out_all(
 def _lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes: int) -> ShardLayout:
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i][0].kind.itemsize, pieces[i][0].name, pieces[i][1].offset))
     header_entries: list[tuple[str, str, list[int]]] = []
-    notes: dict[str, Entry] = {}
+    notes: dict[str, ShardEntry] = {}
     keys = {"__metadata__"}  # not free for a tensor of that name
     sizes = np.zeros(len(order), dtype=np.int64)
     for at, i in enumerate(order):
@@ -153,7 +153,7 @@ def _lay_out(pieces: Sequence[tuple[TensorSpec, Box]], version: str, block_bytes
             key += "'"
         keys.add(key)
         if not whole or key != spec.name or kind.stored != kind.name:
-            notes[key] = Entry(spec.name, spec.dtype, spec.shape, box.offset)
+            notes[key] = ShardEntry(spec.name, spec.dtype, spec.shape, box.offset)
         try:
             header_entries.append((key, kind.stored, kind.header_shape(box.length)))
         except ValueError as error:  # a box that cuts through a group of packed numbers
@@ -177,11 +177,13 @@ def write_shard(
     store: Store,
     path: str,
     layout: ShardLayout,
-    fill: Fill,
+    fill: ByteSource,
     on_bytes: Callable[[int], None] | None = None,
 ) -> ShardRecord:
     """Write a shard durably; `fill` knows the pieces by their index in what was laid out."""
-    image = Image(layout.table_start, [(0, layout.header)], layout.order, layout.start, layout.nbytes, origin=layout.data_start)
+    image = FilePlan(
+        layout.table_start, [(0, layout.header)], layout.order, layout.start, layout.nbytes, origin=layout.data_start
+    )
     with store.writer(path, layout.size) as writer:
         digests = write_image(writer, image, fill, block_bytes=layout.block_bytes, on_bytes=on_bytes)
         table = _table(layout, digests)

@@ -11,7 +11,7 @@ from ucformat.containers.file_image import stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.errors import ExistsError, UnsupportedError
 from ucformat.formats.staging import replacing
-from ucformat.formats.target import Target, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.formats.torchstate import Nest, plain, to_torch
 
 DEFAULT_FILE = "checkpoint.pt"
@@ -49,7 +49,7 @@ def _write(job: WriteJob) -> None:
 
 
 def _write_tensors(
-    job: WriteJob, out: RecordWriter, pieces: Mapping[str, Sequence[tuple[int, Target]]], leaves: Mapping[str, Outgoing]
+    job: WriteJob, out: RecordWriter, pieces: Mapping[str, Sequence[tuple[int, OutputBox]]], leaves: Mapping[str, Outgoing]
 ) -> None:
     order = [index for held in pieces.values() for index, _ in held]
     chunks = stream([job.targets[index].nbytes for index in order], job.fill_of(order))
@@ -57,9 +57,9 @@ def _write_tensors(
         out.add_stream(f"data/{leaf.key}", leaf.nbytes, chunks, job.on_bytes)
 
 
-def in_order(job: WriteJob) -> dict[str, list[tuple[int, Target]]]:
+def in_order(job: WriteJob) -> dict[str, list[tuple[int, OutputBox]]]:
     """Each tensor's pieces (with their index) in row-major order. Raises UnsupportedError when they are no slabs."""
-    pieces: dict[str, list[tuple[int, Target]]] = {}
+    pieces: dict[str, list[tuple[int, OutputBox]]] = {}
     for index, target in enumerate(job.targets):
         if target.spec.dtype.startswith("F6_"):
             raise UnsupportedError(job.store.url, f"tensor {target.name!r}: torch has no dtype {target.spec.dtype}")

@@ -9,9 +9,9 @@ import torch
 
 from ucformat.box import Box, flat_range
 from ucformat.catalog import Catalog
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DTYPES, DType
-from ucformat.formats.target import Target
+from ucformat.formats.target import OutputBox
 from ucformat.reshard.reading.execute import WIDTH, Seen, execute
 from ucformat.reshard.reading.plan import plan, wants
 from ucformat.storage.store import Bytes
@@ -21,13 +21,13 @@ from ucformat.storage.store import Bytes
 class _Window:
     """A part seen as whole items: `image` is the part's own memory where that is possible, else a copy to be put back."""
 
-    part: Part
+    part: ByteRequest
     image: torch.Tensor
     first: int
     own: bool
 
     @classmethod
-    def of(cls, part: Part, kind: DType) -> _Window:
+    def of(cls, part: ByteRequest, kind: DType) -> _Window:
         first, last = part.start // kind.itemsize, -(-part.stop // kind.itemsize)
         whole = first * kind.itemsize == part.start and last * kind.itemsize == part.stop
         if whole and part.out.ctypes.data % kind.itemsize == 0:
@@ -55,7 +55,7 @@ class TensorFill:
         self._kinds = kinds
         self._images: dict[int, Bytes | None] = {}
 
-    def __call__(self, parts: Sequence[Part]) -> None:
+    def __call__(self, parts: Sequence[ByteRequest]) -> None:
         for part in parts:
             image = self._image(part.piece)
             if image is not None:
@@ -71,7 +71,7 @@ class TensorFill:
             self._images[i] = t.reshape(-1).view(torch.uint8).numpy() if plain else None
         return self._images[i]
 
-    def _copy(self, part: Part) -> None:
+    def _copy(self, part: ByteRequest) -> None:
         source, kind = self._tensors[part.piece], self._kinds[part.piece]
         window = _Window.of(part, kind)
         for box, out in window.boxes(source.shape):
@@ -91,14 +91,14 @@ class CatalogFill:
     """
 
     catalog: Catalog
-    targets: Sequence[Target]
+    targets: Sequence[OutputBox]
     names: Sequence[str]
     threads: int = 1
     """Reads at a time for each call; writers call from several threads already."""
     seen: Seen = field(default_factory=Seen)
     """Checksums, over all calls: each sees only a part of a file."""
 
-    def __call__(self, parts: Sequence[Part]) -> None:
+    def __call__(self, parts: Sequence[ByteRequest]) -> None:
         windows = [_Window.of(part, DTYPES[self.targets[part.piece].spec.dtype]) for part in parts]
         wanted: list[tuple[str, Box | None]] = []
         dest: list[torch.Tensor] = []

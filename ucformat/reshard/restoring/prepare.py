@@ -152,7 +152,7 @@ def _fit(leaves: Leaves, catalog: Catalog) -> list[torch.Tensor]:
     surplus: list[torch.Tensor] = []
     stored = set(catalog.names)
     for name, items in leaves.items():
-        if not items[0].loose or name not in stored:
+        if not items[0].allow_shape_mismatch or name not in stored:
             continue
         shape = catalog.spec(name).shape
         if shape != items[0].shape and len(shape) == len(items[0].shape):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.errors import LayoutError
-from ucformat.formats.target import Target
+from ucformat.formats.target import OutputBox
 
 PIPELINE = "pp"
 MAX_RANKS = 100_000  # the largest jobs there are; a typo must not fill the memory
@@ -44,7 +44,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MeshLayout:
     """Axes in nesting order (the last varies fastest over ranks), and rules."""
 
     mesh: Mapping[str, int]
@@ -61,7 +61,7 @@ class Layout:
         return next((rule for rule in self.rules if fnmatch.fnmatchcase(name, rule.match)), None)
 
 
-def parse(text: str) -> Layout:
+def parse(text: str) -> MeshLayout:
     """`dp=2,tp=4`, or the JSON of a rule file. Raises LayoutError."""
     if text.lstrip().startswith("{"):
         return _from_json(text)
@@ -71,10 +71,10 @@ def parse(text: str) -> Layout:
         if not axis or not equals or not size.isdecimal() or axis in mesh:
             raise LayoutError(text, f"{item.strip()!r} is not AXIS=SIZE: write dp=2,tp=4 or name a JSON file")
         mesh[axis] = int(size)
-    return _checked(Layout(mesh, (), text))
+    return _checked(MeshLayout(mesh, (), text))
 
 
-def _from_json(text: str) -> Layout:
+def _from_json(text: str) -> MeshLayout:
     told = text if len(text) <= 60 else text[:57] + "..."
     try:
         tree = json.loads(text)
@@ -84,7 +84,7 @@ def _from_json(text: str) -> Layout:
     unknown = tree.keys() - {"mesh", "rules"}
     if unknown or not _numbers(mesh) or not isinstance(rules, list):
         raise LayoutError(told, 'expected {"mesh": {axis: size}, "rules": [{"match": glob, axis: dimension}]}')
-    return _checked(Layout(mesh, tuple(_rule(told, mesh, item) for item in rules), told))
+    return _checked(MeshLayout(mesh, tuple(_rule(told, mesh, item) for item in rules), told))
 
 
 def _rule(told: str, mesh: Mapping[str, int], item: object) -> Rule:
@@ -100,39 +100,39 @@ def _numbers(found: object) -> bool:
     return isinstance(found, dict) and all(type(n) is int for n in found.values())
 
 
-def _checked(layout: Layout) -> Layout:
+def _checked(layout: MeshLayout) -> MeshLayout:
     if not layout.mesh or any(size < 1 for size in layout.mesh.values()) or layout.ranks > MAX_RANKS:
         raise LayoutError(layout.told, f"axes need sizes of at least 1, and at most {MAX_RANKS} ranks together")
     return layout
 
 
-def cut(layout: Layout, specs: Sequence[TensorSpec]) -> tuple[list[Target], list[list[int]]]:
+def cut(layout: MeshLayout, specs: Sequence[TensorSpec]) -> tuple[list[OutputBox], list[list[int]]]:
     """The pieces of all tensors, disjoint and together every tensor; and for each mesh rank the indices of its pieces.
 
     Raises LayoutError when a rule names a dimension or stage that isn't there.
     """
     stages = _stages(layout, specs)
     load = [0] * layout.ranks
-    pieces: list[Target] = []
+    pieces: list[OutputBox] = []
     ranks: list[list[int]] = [[] for _ in load]
     for spec in specs:
         for box, holders in _boxes(layout, spec, stages[spec.name]):
             rank = min(holders, key=lambda holder: (load[holder], holder))
-            piece = Target(spec, box)
+            piece = OutputBox(spec, box)
             load[rank] += piece.nbytes
             ranks[rank].append(len(pieces))
             pieces.append(piece)
     return pieces, ranks
 
 
-def _stages(layout: Layout, specs: Sequence[TensorSpec]) -> dict[str, int]:
+def _stages(layout: MeshLayout, specs: Sequence[TensorSpec]) -> dict[str, int]:
     """The pipeline stage of each tensor without a rule: by its layer number, evenly; no number means stage 0."""
     layers = {spec.name: int(found[1]) for spec in specs if (found := _LAYER.search(spec.name))}
     count = max(layers.values(), default=0) + 1
     return {spec.name: layers.get(spec.name, 0) * layout.mesh.get(PIPELINE, 1) // count for spec in specs}
 
 
-def _boxes(layout: Layout, spec: TensorSpec, stage: int) -> Iterator[tuple[Box, list[int]]]:
+def _boxes(layout: MeshLayout, spec: TensorSpec, stage: int) -> Iterator[tuple[Box, list[int]]]:
     """Non-empty boxes of one tensor, and the ranks that hold each. A tensor without items is one empty box."""
     axes = _axes(layout, spec, stage)
     held: dict[Box, list[int]] = {}
@@ -145,7 +145,7 @@ def _boxes(layout: Layout, spec: TensorSpec, stage: int) -> Iterator[tuple[Box, 
     return iter(held.items())
 
 
-def _axes(layout: Layout, spec: TensorSpec, stage: int) -> Mapping[str, int]:
+def _axes(layout: MeshLayout, spec: TensorSpec, stage: int) -> Mapping[str, int]:
     rule = layout.rule(spec.name)
     if rule is None:
         cuts = {axis: 0 for axis in layout.mesh if axis != PIPELINE} if spec.shape else {}
@@ -158,7 +158,7 @@ def _axes(layout: Layout, spec: TensorSpec, stage: int) -> Mapping[str, int]:
     return rule.axes
 
 
-def _box(layout: Layout, spec: TensorSpec, axes: Mapping[str, int], at: Mapping[str, int]) -> Box | None:
+def _box(layout: MeshLayout, spec: TensorSpec, axes: Mapping[str, int], at: Mapping[str, int]) -> Box | None:
     """What the rank at mesh coordinates `at` holds; None when the tensor is on another pipeline stage."""
     offset, length = [0] * len(spec.shape), list(spec.shape)
     for axis, size in layout.mesh.items():

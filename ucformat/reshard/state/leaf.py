@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Placement
 
 from ucformat.errors import UnrepresentableError, UnsupportedError
 from ucformat.reshard.state.markers import FlatShard, Shard
-from ucformat.reshard.state.placement import Placed, Split, flat, grid, shard, whole
+from ucformat.reshard.state.placement import LocalPlacement, Split, flat, grid, shard, whole
 
-Part = tuple[torch.Tensor, Placed]
+Part = tuple[torch.Tensor, LocalPlacement]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Frame:
+class MeshPlacement:
     """How a DTensor lies on its mesh."""
 
     mesh: DeviceMesh
@@ -51,15 +51,15 @@ class Leaf:
     dtype: torch.dtype
     parts: tuple[Part, ...]
     """Local tensors and how they are placed; with a `frame`, one tensor whose placement is a first guess."""
-    frame: Frame | None = None
+    frame: MeshPlacement | None = None
     """What the one local tensor of a DTensor follows. Its sizes may need settling with other ranks."""
     checked: bool = False
     """Meant to be equal on all ranks that hold it, and nothing but a check can tell."""
-    drifts: bool = False
+    first_rank_wins: bool = False
     """Replicas may differ, and the first rank's counts: buffers, as DDP broadcasts them."""
     name: str | None = None
     """The name of the tensor, when its place in the state does not tell."""
-    loose: bool = False
+    allow_shape_mismatch: bool = False
     """May be stored with another global shape (padded vocabularies): the common corner is loaded, the rest is zero."""
 
 
@@ -68,8 +68,8 @@ def is_tensor(x: object) -> bool:
     return isinstance(x, (torch.Tensor, Shard, FlatShard)) or _is_sharded_tensor(x)
 
 
-def leaf(x: object, at: str, *, drifts: bool = False) -> Leaf:
-    """The leaf of a tensor of any kind. `at` is its path, for messages; `drifts` is about plain tensors.
+def leaf(x: object, at: str, *, first_rank_wins: bool = False) -> Leaf:
+    """The leaf of a tensor of any kind. `at` is its path, for messages; `first_rank_wins` is about plain tensors.
 
     Raises UnsupportedError for tensors without plain bytes (meta, sparse, quantised, wrapper subclasses) and pending sums.
     """
@@ -87,11 +87,11 @@ def leaf(x: object, at: str, *, drifts: bool = False) -> Leaf:
         return _single(_array(x, at), whole(x.shape), checked=True)
     assert isinstance(x, torch.Tensor)
     local = plain(x, at)
-    return _single(local, whole(local.shape), checked=not drifts, drifts=drifts)
+    return _single(local, whole(local.shape), checked=not first_rank_wins, first_rank_wins=first_rank_wins)
 
 
-def _single(local: torch.Tensor, placed: Placed, *, checked: bool = False, drifts: bool = False) -> Leaf:
-    return Leaf(placed.shape, local.dtype, ((local, placed),), checked=checked, drifts=drifts)
+def _single(local: torch.Tensor, placed: LocalPlacement, *, checked: bool = False, first_rank_wins: bool = False) -> Leaf:
+    return Leaf(placed.shape, local.dtype, ((local, placed),), checked=checked, first_rank_wins=first_rank_wins)
 
 
 def plain(tensor: torch.Tensor, at: str) -> torch.Tensor:
@@ -146,7 +146,7 @@ class _Same:
 
 
 @lru_cache(maxsize=256)  # a model's tensors lie on a few meshes, in a few ways
-def _frame(same: _Same, placements: tuple[Placement, ...], order: Sequence[Any], ndim: int, world: int) -> Frame | None:
+def _frame(same: _Same, placements: tuple[Placement, ...], order: Sequence[Any], ndim: int, world: int) -> MeshPlacement | None:
     """The frame of DTensors with these placements; None on ranks outside the mesh. Raises ValueError saying what is wrong."""
     mesh = same.mesh
     coordinate = mesh.get_coordinate()
@@ -166,11 +166,11 @@ def _frame(same: _Same, placements: tuple[Placement, ...], order: Sequence[Any],
     # A model that is sharded on a `tp` mesh and repeated by DDP says nothing of the latter in its DTensors.
     repeated = any(p.is_replicate() and n > 1 for p, n in zip(placements, sizes, strict=True)) or math.prod(sizes) < world
     key = blake2b(repr(mesh.mesh.tolist()).encode(), digest_size=16).hexdigest()
-    return Frame(mesh, key, sizes, tuple(coordinate), splits, repeated)
+    return MeshPlacement(mesh, key, sizes, tuple(coordinate), splits, repeated)
 
 
 @lru_cache(maxsize=4096)  # layers repeat each other's shapes
-def _placed(shape: tuple[int, ...], frame: Frame) -> Placed:
+def _placed(shape: tuple[int, ...], frame: MeshPlacement) -> LocalPlacement:
     return grid(shape, [split.at(frame.coordinate) for split in frame.splits], replicated=frame.replicated)
 
 

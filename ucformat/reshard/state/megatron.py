@@ -15,7 +15,7 @@ from ucformat import values
 from ucformat.box import Box
 from ucformat.errors import UnsupportedError
 from ucformat.reshard.state.leaf import Leaf, plain
-from ucformat.reshard.state.placement import Held, Placed, flat, shard
+from ucformat.reshard.state.placement import HeldBox, LocalPlacement, flat, shard
 
 Kind = Literal["tensor", "object", "factory", "local"]
 
@@ -73,15 +73,17 @@ def leaf(x: Any, top: str) -> Leaf:
         local = local[(None,) * extra]
     else:
         placed = _flattened(shape, offset, length, part, local.numel())
-    loose = bool(getattr(x, "allow_shape_mismatch", False)) and part is None
-    return Leaf(shape, local.dtype, ((local, placed),), name=name, loose=loose)
+    allow_shape_mismatch = bool(getattr(x, "allow_shape_mismatch", False)) and part is None
+    return Leaf(shape, local.dtype, ((local, placed),), name=name, allow_shape_mismatch=allow_shape_mismatch)
 
 
-def _flattened(shape: tuple[int, ...], offset: tuple[int, ...], length: tuple[int, ...], part: slice, count: int) -> Placed:
+def _flattened(
+    shape: tuple[int, ...], offset: tuple[int, ...], length: tuple[int, ...], part: slice, count: int
+) -> LocalPlacement:
     """A flat range within the box at `offset`, as older releases keep optimizer state."""
     inner = flat(length, part.start, part.stop, count)
-    held = (Held(Box(tuple(a + b for a, b in zip(h.box.offset, offset, strict=True)), h.box.length), h.at) for h in inner.held)
-    return Placed(shape, (count,), tuple(held), replicated=True)
+    held = (HeldBox(Box(tuple(a + b for a, b in zip(h.box.offset, offset, strict=True)), h.box.length), h.at) for h in inner.held)
+    return LocalPlacement(shape, (count,), tuple(held), replicated=True)
 
 
 def build(x: Any, at: str, *, loading: bool) -> object:

@@ -72,7 +72,7 @@ def _walk(module: nn.Module, prefix: str, found: Found) -> None:
     for flat in fsdp.flat_parameters(module):
         _add_flat(flat, prefix, found)
     for name, tensor in _own(module, prefix, found):
-        _add(name, tensor, found, drifts=name.removeprefix(prefix) in module._buffers)  # no public dict of own buffers
+        _add(name, tensor, found, first_rank_wins=name.removeprefix(prefix) in module._buffers)  # no public dict of own buffers
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found.extra[prefix + EXTRA_STATE] = module
     for name, child in module._modules.items():  # named_children leaves repeats out
@@ -93,7 +93,7 @@ def _own(module: nn.Module, prefix: str, found: Found) -> Iterator[tuple[str, to
         yield name, tensor
 
 
-def _add(fqn: str, tensor: torch.Tensor, found: Found, *, drifts: bool) -> None:
+def _add(fqn: str, tensor: torch.Tensor, found: Found, *, first_rank_wins: bool) -> None:
     if id(tensor) in found.seen:
         if found.seen[id(tensor)] != fqn:
             found.aliases[fqn] = found.seen[id(tensor)]
@@ -105,7 +105,7 @@ def _add(fqn: str, tensor: torch.Tensor, found: Found, *, drifts: bool) -> None:
             f"{found.key}/{fqn}", "two modules hold different tensors of this name: put them under keys of their own"
         )
     found.seen[id(tensor)] = fqn
-    found.leaves[fqn] = leaf(tensor, f"{found.key}/{fqn}", drifts=drifts)
+    found.leaves[fqn] = leaf(tensor, f"{found.key}/{fqn}", first_rank_wins=first_rank_wins)
     found.owners[id(tensor)] = (Owned(found.key, fqn, found.leaves[fqn]),)
 
 

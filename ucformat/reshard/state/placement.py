@@ -20,7 +20,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBox:
     """One box of the logical tensor, and where it lies in the local one."""
 
     box: Box
@@ -29,12 +29,12 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LocalPlacement:
     """How a local tensor of shape `local` lies in the logical tensor of `shape`."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldBox, ...]
     """No empty boxes."""
     replicated: bool = False
     """Other ranks are known to hold the same boxes."""
@@ -50,26 +50,26 @@ class Placed:
                 yield held.box, local[held.at : held.at + held.box.volume].view(held.box.length)
 
 
-def whole(shape: Sequence[int]) -> Placed:
+def whole(shape: Sequence[int]) -> LocalPlacement:
     """The local tensor is the logical one, and any rank may hold it."""
     box = Box.whole(shape)
-    return Placed(tuple(shape), tuple(shape), (Held(box, box),) if box.volume else (), replicated=True)
+    return LocalPlacement(tuple(shape), tuple(shape), (HeldBox(box, box),) if box.volume else (), replicated=True)
 
 
-def shard(shape: Sequence[int], offset: Sequence[int], length: Sequence[int], *, replicated: bool = False) -> Placed:
+def shard(shape: Sequence[int], offset: Sequence[int], length: Sequence[int], *, replicated: bool = False) -> LocalPlacement:
     """The local tensor is one box."""
     box = Box(tuple(offset), tuple(length))
-    held = (Held(box, Box.whole(box.length)),) if box.volume else ()
-    return Placed(tuple(shape), box.length, held, replicated)
+    held = (HeldBox(box, Box.whole(box.length)),) if box.volume else ()
+    return LocalPlacement(tuple(shape), box.length, held, replicated)
 
 
-def flat(shape: Sequence[int], start: int, stop: int, local: int, at: int = 0, *, replicated: bool = False) -> Placed:
+def flat(shape: Sequence[int], start: int, stop: int, local: int, at: int = 0, *, replicated: bool = False) -> LocalPlacement:
     """Elements [start, stop) of the row-major order lie from position `at` on in a 1-D tensor of `local` elements."""
     held = []
     for box in flat_range(shape, start, stop):
-        held.append(Held(box, at))
+        held.append(HeldBox(box, at))
         at += box.volume
-    return Placed(tuple(shape), (local,), tuple(held), replicated)
+    return LocalPlacement(tuple(shape), (local,), tuple(held), replicated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def is_even(shape: Sequence[int], splits: Sequence[Split]) -> bool:
     return all(shape[dim] % math.prod(s.parts for s in splits if s.dim == dim) == 0 for dim in strided)
 
 
-def grid(shape: Sequence[int], cuts: Sequence[Cut], *, replicated: bool = False) -> Placed:
+def grid(shape: Sequence[int], cuts: Sequence[Cut], *, replicated: bool = False) -> LocalPlacement:
     """Apply `cuts` in order, each to what the ones before left, cutting as `torch.chunk` does."""
     runs: list[list[Run]] = [[(0, n)] if n else [] for n in shape]
     for cut in cuts:
@@ -131,15 +131,15 @@ def grid(shape: Sequence[int], cuts: Sequence[Cut], *, replicated: bool = False)
             pieces += _chunk(_chunk(runs[cut.dim], cut.factor, block), cut.parts, cut.index)
         runs[cut.dim] = _merge(pieces)
     local = tuple(sum(count for _, count in dim) for dim in runs)
-    return Placed(tuple(shape), local, tuple(_boxes(runs)), replicated)
+    return LocalPlacement(tuple(shape), local, tuple(_boxes(runs)), replicated)
 
 
-def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[Held]:
+def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[HeldBox]:
     """The product of the runs of each dimension, in row-major order of the local tensor."""
     located = [list(_locate(dim)) for dim in runs]
     for choice in itertools.product(*located):
         length = tuple(count for _, count, _ in choice)
-        yield Held(Box(tuple(first for first, _, _ in choice), length), Box(tuple(at for _, _, at in choice), length))
+        yield HeldBox(Box(tuple(first for first, _, _ in choice), length), Box(tuple(at for _, _, at in choice), length))
 
 
 def _locate(runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
@@ -172,17 +172,17 @@ def _merge(runs: Sequence[Run]) -> list[Run]:
     return out
 
 
-def clip(placed: Placed, shape: Sequence[int]) -> Placed:
+def clip(placed: LocalPlacement, shape: Sequence[int]) -> LocalPlacement:
     """What of `placed` (unflattened boxes) lies in a logical tensor of another `shape` that starts at the same corner."""
     held = []
     for item in placed.held:
         inside = item.box.intersect(Box.whole(shape))
         if inside is not None and isinstance(item.at, Box):
             at = tuple(a + i - o for a, i, o in zip(item.at.offset, inside.offset, item.box.offset, strict=True))
-            held.append(Held(inside, Box(at, inside.length)))
-    return Placed(tuple(shape), placed.local, tuple(held), placed.replicated)
+            held.append(HeldBox(inside, Box(at, inside.length)))
+    return LocalPlacement(tuple(shape), placed.local, tuple(held), placed.replicated)
 
 
-def volume(placed: Placed) -> int:
+def volume(placed: LocalPlacement) -> int:
     """Elements of the logical tensor that are held."""
     return sum(math.prod(held.box.length) for held in placed.held)

@@ -26,7 +26,7 @@ class Offer:
     nbytes: int
     digest: int | None
     """Checksum of (a sample of) its bytes, or None when replicas need not be compared."""
-    drifts: bool = False
+    first_rank_wins: bool = False
     """Replicas may differ: the first rank's is written."""
 
 
@@ -54,8 +54,8 @@ def choose(ranks: Sequence[Offers]) -> list[list[bool]]:
     for key in sorted(holders, key=lambda key: (-size[key], key)):
         held = holders[key]
         _compare(key[0], [(rank, ranks[rank].shared[at].digest) for rank, at in held])
-        drifts = any(ranks[rank].shared[at].drifts for rank, at in held)
-        rank, at = min(held) if drifts else min(held, key=lambda item: (load[item[0]], item[0]))
+        first_rank_wins = any(ranks[rank].shared[at].first_rank_wins for rank, at in held)
+        rank, at = min(held) if first_rank_wins else min(held, key=lambda item: (load[item[0]], item[0]))
         chosen[rank][at] = True
         load[rank] += size[key]
     return chosen

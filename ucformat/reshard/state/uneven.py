@@ -16,14 +16,14 @@ from hashlib import blake2b
 from ucformat.errors import RankFailedError, UnsupportedError
 from ucformat.group import Group
 from ucformat.reshard.state.leaf import Leaf
-from ucformat.reshard.state.placement import Placed, Split, grid, inner_first, is_even, shard
+from ucformat.reshard.state.placement import LocalPlacement, Split, grid, inner_first, is_even, shard
 
 MeshKey = str
 """Digest of a mesh: its shape and its ranks in order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ShardDescription:
     """What one rank says of its shard of a DTensor."""
 
     mesh: MeshKey
@@ -38,13 +38,13 @@ class Claim:
     replicated: bool
 
 
-def claim(leaf: Leaf) -> Claim:
+def claim(leaf: Leaf) -> ShardDescription:
     """The claim of a leaf that has a frame and a part."""
     frame = leaf.frame
     assert frame is not None
     local, placed = leaf.parts[0]
     size = tuple(local.shape)
-    return Claim(
+    return ShardDescription(
         mesh=frame.key,
         sizes=frame.sizes,
         coordinate=frame.coordinate,
@@ -56,7 +56,7 @@ def claim(leaf: Leaf) -> Claim:
     )
 
 
-def settle(claims: Mapping[str, Claim], error: Exception | None, group: Group) -> dict[str, Placed]:
+def settle(claims: Mapping[str, ShardDescription], error: Exception | None, group: Group) -> dict[str, LocalPlacement]:
     """The placements of those tensors that are uneven on any rank; empty when there is none. Every rank calls.
 
     `error` is what went wrong on this rank before: it is raised here after all ranks have met, as RankFailedError on the others.
@@ -84,7 +84,7 @@ def settle(claims: Mapping[str, Claim], error: Exception | None, group: Group) -
     return out
 
 
-def _digests(claims: Mapping[str, Claim]) -> dict[MeshKey, str]:
+def _digests(claims: Mapping[str, ShardDescription]) -> dict[MeshKey, str]:
     """Per mesh, what this rank believes of the global shapes of the tensors on it."""
     told: dict[MeshKey, list[str]] = {}
     for name in sorted(claims):
@@ -100,7 +100,7 @@ def _disputed(told: Sequence[Mapping[MeshKey, str]]) -> list[MeshKey]:
     return sorted(key for key, digests in seen.items() if len(digests) > 1)
 
 
-def _place(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
+def _place(name: str, mine: ShardDescription, held: Sequence[ShardDescription]) -> LocalPlacement:
     """Where `mine` lies when shards follow each other in mesh order, each of the size that it has."""
     if any(split.factor > 1 for split in mine.splits):
         return _place_strided(name, mine, held)
@@ -117,7 +117,7 @@ def _place(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
     return shard(shape, offset, mine.local, replicated=mine.replicated)
 
 
-def _place_strided(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
+def _place_strided(name: str, mine: ShardDescription, held: Sequence[ShardDescription]) -> LocalPlacement:
     """Where `mine` lies in that order of splits which gives every rank the size that it has."""
     for order in (inner_first(mine.splits), mine.splits):
         if order is not None and all(_cut(c, order).local == c.local and c.shape == mine.shape for c in held):
@@ -125,13 +125,13 @@ def _place_strided(name: str, mine: Claim, held: Sequence[Claim]) -> Placed:
     raise UnsupportedError(name, "a DTensor with strided shards of sizes that no placement gives: redistribute it first")
 
 
-def _cut(c: Claim, order: Sequence[Split]) -> Placed:
+def _cut(c: ShardDescription, order: Sequence[Split]) -> LocalPlacement:
     return grid(c.shape, [split.at(c.coordinate) for split in order], replicated=c.replicated)
 
 
-def _along(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:
+def _along(c: ShardDescription, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(c.coordinate[axis] for axis in axes)
 
 
-def _aside(c: Claim, axes: Sequence[int]) -> tuple[int, ...]:
+def _aside(c: ShardDescription, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(at for axis, at in enumerate(c.coordinate) if axis not in axes)

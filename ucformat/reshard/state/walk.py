@@ -43,7 +43,7 @@ class Piece:
     """Other ranks may hold the same box. False only where that can't be: replicas are then written once per rank."""
     checked: bool
     """Nothing but a comparison tells whether the ranks agree: plain tensors, module buffers apart."""
-    drifts: bool = False
+    first_rank_wins: bool = False
     """Replicas may differ, and the first rank's counts: module buffers, which DDP broadcasts from there."""
 
 
@@ -295,7 +295,7 @@ def unite(groups: list[Any], key: str) -> list[Any]:
 
 def settle(leaves: Leaves, error: Exception | None, group: Group) -> Leaves:
     """Place the leaves whose shards are uneven. Every rank calls, with its error if it has one (see `uneven.settle`)."""
-    claims: dict[str, uneven.Claim] = {}
+    claims: dict[str, uneven.ShardDescription] = {}
     try:
         claims = {name: uneven.claim(items[0]) for name, items in leaves.items() if items[0].frame is not None and items[0].parts}
     except Exception as caught:
@@ -337,7 +337,8 @@ def _pieces(name: str, item: Leaf, specs: dict[str, TensorSpec]) -> list[Piece]:
         known = specs[name]
         raise UnsupportedError(name, f"shards of one tensor disagree: {known.dtype} {known.shape} and {spec.dtype} {spec.shape}")
     return [
-        Piece(spec, box, view, placed.replicated, item.checked, item.drifts) for box, view, placed in _views(name, item.parts)
+        Piece(spec, box, view, placed.replicated, item.checked, item.first_rank_wins)
+        for box, view, placed in _views(name, item.parts)
     ]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ucformat.containers.file_image import Fill, Part
+from ucformat.containers.file_image import ByteRequest, ByteSource
 from ucformat.snapshot.copyplan.plan import EXPOSED, NEVER, OVERLAP, CopyPlan
 from ucformat.snapshot.schedule.clock import Span, now
 from ucformat.storage.store import Bytes
@@ -27,7 +27,7 @@ class Work:
     """One version to copy: what, by which plan, to where."""
 
     plan: CopyPlan
-    fill: Fill
+    fill: ByteSource
     """Puts bytes of the live tensors into place; counts pieces as the plan does."""
     open: Callable[[], Sequence[Bytes] | None]
     """Where the bytes of each piece go; None as long as the place is not free. Asked until it is."""
@@ -280,7 +280,7 @@ class HostCopier:
         piece, start, stop = (int(column[chunk]) for column in (work.plan.piece, work.plan.start, work.plan.stop))
         assert self._out is not None
         began = now()
-        work.fill([Part(piece, start, stop, self._out[piece][start:stop])])
+        work.fill([ByteRequest(piece, start, stop, self._out[piece][start:stop])])
         ended = now()
         outcome.nbytes += stop - start
         outcome.busy_s += ended - began

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ucformat.box import Ints
-from ucformat.containers.file_image import Part
+from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DType
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.snapshot.copying.device import DeviceCopier
@@ -91,7 +91,7 @@ class Taking:
         for at, i in enumerate(self._aside):
             length = int(self._places.nbytes[i])
             place = np.empty(length, dtype=np.uint8) if self.slot is None else self._places.slots[self.slot.index][i]
-            fill([Part(at, 0, length, place)])
+            fill([ByteRequest(at, 0, length, place)])
             if self.slot is None:
                 self._staged[i] = place
 
@@ -134,7 +134,7 @@ class Taking:
         else:
             self._copier.begin(Work(plan, self._planned, self.open, done, told))
 
-    def _planned(self, parts: Sequence[Part]) -> None:
+    def _planned(self, parts: Sequence[ByteRequest]) -> None:
         """The fill of a plan's pieces."""
         if self._fill is None:  # it looks at every tensor: the thread that copies has more time for it than the boundary
             self._fill = self._filling(self._chosen)

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from ucformat.box import Ints
-from ucformat.snapshot.schedule.replay import Floats, Track, Window
+from ucformat.snapshot.schedule.replay import Floats, IdleWindow, Track
 
 Mode = Literal["auto", "bubble", "overlap", "blocking"]
 """What the user asks for: `auto` takes what the fit test predicts to cost least."""
@@ -74,7 +74,7 @@ class CopyPlan:
     reason: str
     """Why this mode, for reports."""
     pieces: Pieces
-    windows: tuple[Window, ...]
+    windows: tuple[IdleWindow, ...]
     piece: Ints
     """(C,) index into `pieces`."""
     start: Ints
@@ -148,7 +148,7 @@ class _Job:
     rates: Rates
     margin: float
     chunk_bytes: int
-    windows: tuple[Window, ...]
+    windows: tuple[IdleWindow, ...]
     piece: Ints
     """(C,) as in `CopyPlan`, but in the order in which chunks are due."""
     start: Ints

@@ -55,7 +55,7 @@ class Columns(msgspec.Struct, frozen=True):
     length: list[tuple[int, ...]]
 
 
-class Part(msgspec.Struct, frozen=True):
+class Contribution(msgspec.Struct, frozen=True):
     """One rank's share of a version, its shard durable."""
 
     step: int
@@ -78,7 +78,7 @@ class Refusal(msgspec.Struct, frozen=True):
     why: str
 
 
-P = TypeVar("P", Part, Refusal)
+P = TypeVar("P", Contribution, Refusal)
 
 
 def shard_path(rank: int, run: str) -> str:
@@ -100,7 +100,7 @@ def refusal_path(rank: int, run: str) -> str:
     return f"{PARTS}/{run}/{rank:05d}.refused.json"
 
 
-def make_part(slot: HeldSlot, path: str) -> Part:
+def make_part(slot: HeldSlot, path: str) -> Contribution:
     """The part of a hashed slot whose copy lies at `path`."""
     record = slot.record
     _, _, pieces = read_pieces(slot.store, f"{slot.folder}/{record.file}", VERSION)
@@ -113,7 +113,7 @@ def make_part(slot: HeldSlot, path: str) -> Part:
         [tuple(row[:n]) for row, n in zip(table.offset.tolist(), ndims, strict=True)],
         [tuple(row[:n]) for row, n in zip(table.length.tolist(), ndims, strict=True)],
     )
-    return Part(
+    return Contribution(
         record.step, record.rank, record.world, record.run, table.record, columns, record.values, record.aliases, record.mesh
     )
 
@@ -122,9 +122,9 @@ def _shard(record: SlotRecord, path: str) -> ShardRecord:
     return msgspec.structs.replace(record.shard(), file=path)
 
 
-def put_part(store: Store, run: str, part: Part | Refusal) -> None:
+def put_part(store: Store, run: str, part: Contribution | Refusal) -> None:
     """Hand a part in. Raises StorageError."""
-    path = part_path(part.rank, run) if isinstance(part, Part) else refusal_path(part.rank, run)
+    path = part_path(part.rank, run) if isinstance(part, Contribution) else refusal_path(part.rank, run)
     store.put(path, seal(msgspec.json.encode(part)))
 
 
@@ -149,9 +149,9 @@ def made_by(store: Store, run: str) -> bool:
     return any(shard.file.endswith(_suffix(run)) for shard in native.read_record(store).shards)
 
 
-def read_part(store: Store, run: str, rank: int, step: int) -> Part:
+def read_part(store: Store, run: str, rank: int, step: int) -> Contribution:
     """What a rank handed in. Raises MissingFileError, StorageError; ChecksumError and FormatError when it is damaged."""
-    return _read(store, part_path(rank, run), Part, rank, step)
+    return _read(store, part_path(rank, run), Contribution, rank, step)
 
 
 def read_refusal(store: Store, run: str, rank: int, step: int) -> Refusal:
@@ -185,7 +185,7 @@ def answers(store: Store, run: str) -> Answers:
     return Answers(frozenset(int(m[1]) for m in found if not m[2]), frozenset(int(m[1]) for m in found if m[2]))
 
 
-def commit_parts(store: Store, step: int, parts: Sequence[Part]) -> None:
+def commit_parts(store: Store, step: int, parts: Sequence[Contribution]) -> None:
     """Make a checkpoint of all ranks' parts, in rank order. Running it again after it failed does no harm.
 
     Raises RankFailedError when ranks disagree on how many they are, ValueConflictError, CoverageError, OverlapError when their
@@ -209,7 +209,7 @@ def commit_parts(store: Store, step: int, parts: Sequence[Part]) -> None:
     native.commit(store, native.Generation(0), tables, contents)
 
 
-def _table(part: Part, url: str) -> native.ShardTable:
+def _table(part: Contribution, url: str) -> native.ShardTable:
     columns = part.columns
     specs = tuple(TensorSpec(t.name, t.dtype, t.shape) for t in columns.tensors)
     ndim = max((len(spec.shape) for spec in specs), default=0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ucformat.snapshot.keeper.client import Keeper
 from ucformat.snapshot.keeper.messages import Event, Failed, Hashed, KeeperOptions, Persisted, Restarted
-from ucformat.snapshot.report import Report
+from ucformat.snapshot.report import SnapshotReport
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
 
 STOP_S = 60.0  # that `close` waits for checksums, and for a keeper that has given a version up
@@ -39,7 +39,7 @@ class Persist:
 class Persistence:
     """One rank's keeper and the slots that it reads."""
 
-    def __init__(self, slots: SlotSet, report: Report, run: str, persist: Persist | None, *, hash_every: int) -> None:
+    def __init__(self, slots: SlotSet, report: SnapshotReport, run: str, persist: Persist | None, *, hash_every: int) -> None:
         self._slots, self._report, self._persist, self._hash_every = slots, report, persist, hash_every
         self._held: set[int] = set()
         told = persist or Persist("")

@@ -21,7 +21,7 @@ from typing import TypeVar
 from ucformat.errors import MissingFileError, RankFailedError, StorageError
 from ucformat.formats import native
 from ucformat.snapshot.keeper import contributions, retention, slot_copy
-from ucformat.snapshot.keeper.contributions import Part, Refusal
+from ucformat.snapshot.keeper.contributions import Contribution, Refusal
 from ucformat.snapshot.keeper.messages import Event, Failed, KeeperOptions, Order, Persisted, Pruned, Skipped, Stored, Trouble
 from ucformat.snapshot.keeper.slot_copy import HeldSlot
 from ucformat.storage.open import open_store
@@ -50,7 +50,7 @@ class Open:
     nbytes: int
     look_at: float
     pause: float = LOOK_S
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Contribution] = field(default_factory=dict)
     """Handed in so far; only rank 0 reads them."""
     overtaken_by: int | None = None
     """A later step that is committed. Every rank stores in order, so what is not handed in by now never will be."""

@@ -19,7 +19,7 @@ HAIR = 1e-9  # of a step: shorter gaps are rounding, not idle time
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class IdleWindow:
     """Idle seconds [start, stop) of a rank's step, between two positions of its action list."""
 
     after: int | None
@@ -49,14 +49,14 @@ class Track:
         """A step without a pipeline: one long action, no idle time."""
         return cls(np.zeros(1), np.full(1, float(seconds)), float(seconds))
 
-    def windows(self) -> tuple[Window, ...]:
+    def windows(self) -> tuple[IdleWindow, ...]:
         """The idle windows in time order, those at the start and the end included. None where no action is known."""
         opens, closes = self.ready(), self.deadline()
         n = len(self.start)
         if n == 0:
             return ()
         return tuple(
-            Window(at - 1 if at else None, at if at < n else None, float(opens[at]), float(closes[at]))
+            IdleWindow(at - 1 if at else None, at if at < n else None, float(opens[at]), float(closes[at]))
             for at in np.flatnonzero(closes - opens > HAIR * self.seconds).tolist()
         )
 

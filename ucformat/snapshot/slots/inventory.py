@@ -60,7 +60,7 @@ class Inventory:
         return {item.index for item in (*self.adopted, *self.earlier)}
 
 
-def take_stock(folder: str, layout: ShardLayout, count: int) -> Inventory:
+def scan_slots(folder: str, layout: ShardLayout, count: int) -> Inventory:
     """Sort out a directory whose lock is held, and remove what is of no use. Raises StorageError.
 
     Kept are up to `count` slots of this layout: of the version that would be opened now, then of the newest ones. Of another

@@ -30,7 +30,7 @@ from ucformat.formats.native.shard import ShardLayout, hex_digest, lay_out
 from ucformat.formats.snapshot import LOCK, SlotRecord, rank_name
 from ucformat.snapshot.slots.filelock import FileLock
 from ucformat.snapshot.slots.free_memory import room
-from ucformat.snapshot.slots.inventory import Found, Inventory, take_stock
+from ucformat.snapshot.slots.inventory import Found, Inventory, scan_slots
 from ucformat.snapshot.slots.slotfile import SlotFile, adopt, drop, make, read_record, reserve, write_record
 from ucformat.storage.store import Bytes
 
@@ -132,7 +132,7 @@ class SlotSet:
         lock = FileLock.take(f"{folder}/{LOCK}")
         files: list[SlotFile] = []
         try:
-            stock = take_stock(folder, layout, count)
+            stock = scan_slots(folder, layout, count)
             _open(stock, layout, count, files)
         except BaseException:
             for file in files:

@@ -26,7 +26,7 @@ LOOK_S, LOOK_PER_RANK_S = 1e-3, 2e-5  # between two looks at the counters: one s
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class VersionOutcome:
     """What became of a version."""
 
     step: int
@@ -34,7 +34,7 @@ class Fate:
     """Every rank holds it; else one does not, and never will."""
 
 
-class Peers:
+class VersionVotes:
     """The ranks of a job, this one included. All make it at once, and `tell` of the same steps in the same order."""
 
     def __init__(self, group: Group) -> None:
@@ -42,7 +42,7 @@ class Peers:
         self._world = group.size
         self._open: deque[int] = deque()
         """Steps that this rank has told of and whose fate is not known, ascending."""
-        self._known: deque[Fate] = deque()
+        self._known: deque[VersionOutcome] = deque()
         self._past: list[int] = []
         """Steps whose fate is known and whose counters may still be there."""
         self._told, self._batch, self._looked = -1, 0, 0.0
@@ -59,12 +59,12 @@ class Peers:
                 return
             self._told = step
             if self._world == 1:
-                self._known.append(Fate(step, held))
+                self._known.append(VersionOutcome(step, held))
                 return
             self._open.append(step)
             self._add(f"{step}", TOLD + HELD * held)
 
-    def hear(self) -> list[Fate]:
+    def hear(self) -> list[VersionOutcome]:
         """What has become known since the last call, in the order of steps. Any thread; never waits for a rank."""
         with self._guard:
             if self._open and now() >= self._looked + LOOK_S + LOOK_PER_RANK_S * self._world:
@@ -105,7 +105,7 @@ class Peers:
                 self.trouble = f"of step {self._open[0]} only {told} of {self._world} ranks have told"
                 return
             step = self._open.popleft()
-            self._known.append(Fate(step, held == self._world))
+            self._known.append(VersionOutcome(step, held == self._world))
             self._forget(step)
 
     def _forget(self, step: int) -> None:

@@ -133,7 +133,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, found: Survey) -> Loose:
     kind = type(optimizer)
     if kind.__name__ == "ZeroRedundancyOptimizer":  # its states are elsewhere
         raise UnfamiliarError(kind)
-    states, loose, held = optimizer.state, Loose(optimizer.param_groups), 0
+    states, allow_shape_mismatch, held = optimizer.state, Loose(optimizer.param_groups), 0
     found.facts += (kind, len(optimizer.param_groups))
     for group in optimizer.param_groups:
         parameters, names = group["params"], group.get("param_names")
@@ -149,10 +149,10 @@ def _optimizer(optimizer: torch.optim.Optimizer, found: Survey) -> Loose:
                 raise UnfamiliarError(kind)
             atoms = _states(state, found)
             if atoms:
-                loose.states.append((id(parameter), atoms))
+                allow_shape_mismatch.states.append((id(parameter), atoms))
     if held != len(states):  # states of what is no parameter
         raise UnfamiliarError(kind)
-    return loose
+    return allow_shape_mismatch
 
 
 def _states(state: dict[str, object], found: Survey) -> dict[str, object]:
@@ -205,14 +205,14 @@ _TUPLES: tuple[Callable[[torch.Tensor], object], ...] = (attrgetter("shape"), to
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
     """Where the elements of tensors lie and what they are: a column per fact, since a call per tensor would take longer."""
 
     numbers: tuple[list[object], ...]
     tuples: tuple[list[object], ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
+    def of(cls, tensors: Sequence[torch.Tensor]) -> StateLayout:
         return cls(*(tuple(list(map(fact, tensors)) for fact in facts) for facts in (_NUMBERS, _TUPLES)))
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -18,7 +18,7 @@ from ucformat.errors import UcformatError
 from ucformat.group import Group
 from ucformat.reshard.state import module, optimizer
 from ucformat.reshard.state.walk import Collected, Walker, framing, gather, unite
-from ucformat.snapshot.source.fingerprint import Layout, Loose, Path, Survey, UnfamiliarError, survey
+from ucformat.snapshot.source.fingerprint import Loose, Path, StateLayout, Survey, UnfamiliarError, survey
 from ucformat.snapshot.source.share import Boundary, Key, Share, boundary, held, lasting, look, memory, settled
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -30,7 +30,7 @@ class _Known:
     """What a full look told of modules and optimizers, without any tensor: nothing is kept alive."""
 
     facts: list[object]
-    layout: Layout
+    layout: StateLayout
     """What is known holds as long as a survey finds these facts and this layout."""
     recipes: tuple[tuple[int, _Geometry | None], ...]
     """For each piece of the share, which of the survey's tensors has it, and as which view unless whole; -1 for another's."""
@@ -90,7 +90,7 @@ def _remember(seen: Survey, walker: Walker, collected: Collected, found: Boundar
     models = [walker.found.get(id(x), module.Found("")) for _, x in seen.models]
     return _Known(
         seen.facts,
-        Layout.of(seen.tensors),
+        StateLayout.of(seen.tensors),
         tuple(_recipe(view, seen, at) for view in found.views),
         tuple(memory(view) in storages for view in found.views),
         frozenset(key for key, piece in held(collected).items() if (memory(piece.view), piece.view.dtype) not in at),
