@@ -18,7 +18,7 @@ WORKER = """
 import json, sys
 from datetime import timedelta
 import torch.distributed as dist
-from ucformat.errors import StorageError
+from ucformat.errors import MissingFileError, StorageError
 from ucformat.group import current
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -28,14 +28,24 @@ half = dist.new_group([1, 2])
 if group.rank in (1, 2):
     inner = current(half)
     told["half"] = [inner.rank, inner.size, inner.broadcast(f"from {group.rank}"), inner.all_gather(group.rank)]
-for name, failing in [("none", ()), ("one", (1,)), ("all", (0, 1, 2))]:
+cases = {
+    "none": {},
+    "one": {1: StorageError("shard-1", "disk full", 8, 16)},
+    "all": {rank: StorageError(f"shard-{rank}", "disk full") for rank in range(3)},
+    "mixed": {1: MissingFileError("index"), 2: StorageError("shard-2", "disk full")},
+    "foreign": {2: KeyError("w")},
+    "foreign everywhere": {rank: ValueError(f"step {rank}") for rank in range(3)},
+    "foreign first": {0: KeyError("w"), 2: StorageError("shard-2", "disk full")},
+}
+for name, failing in cases.items():
     try:
         with group.together("saving"):
             if group.rank in failing:
-                raise StorageError(f"shard-{group.rank}", "disk full")
+                raise failing[group.rank]
         told[name] = "fine"
     except Exception as error:
         told[name] = f"{type(error).__name__}: {error}"
+        told[f"{name}: facts"] = [getattr(error, "start", None), sorted(getattr(error, "failures", {}))]
 with open(sys.argv[1] + f"/{group.rank}.json", "w") as file:
     json.dump(told, file)
 dist.destroy_process_group()
@@ -72,14 +82,73 @@ def test_without_a_failure_all_go_on(told: list[dict[str, object]]) -> None:
     assert [rank["none"] for rank in told] == ["fine"] * 3
 
 
-def test_a_failure_on_one_rank_raises_on_every_rank_and_names_it(told: list[dict[str, object]]) -> None:
-    assert told[1]["one"] == "StorageError: shard-1: disk full"
+def test_a_failure_on_one_rank_raises_the_same_class_with_its_facts_on_every_rank(told: list[dict[str, object]]) -> None:
+    own = "StorageError: shard-1, bytes 8-16: disk full"
     for rank in (0, 2):
-        assert told[rank]["one"] == "RankFailedError: saving failed: rank 1: StorageError: shard-1: disk full"
+        assert told[rank]["one"] == own.replace("shard", "rank 1: shard")
+        assert told[rank]["one: facts"] == [8, [1]]
+    assert told[1]["one"] == own
 
 
-def test_each_failing_rank_raises_its_own_error(told: list[dict[str, object]]) -> None:
+def test_when_ranks_fail_differently_all_raise_the_class_of_the_lowest(told: list[dict[str, object]]) -> None:
+    assert told[1]["mixed"] == "MissingFileError: index: missing"
+    for rank in (0, 2):
+        assert told[rank]["mixed"] == "MissingFileError: rank 1: index: missing (1 other rank failed, too)"
+        assert told[rank]["mixed: facts"] == [None, [1, 2]]
+
+
+def test_an_error_that_is_not_ours_is_rank_failed_on_every_rank(told: list[dict[str, object]]) -> None:
+    for rank in range(3):
+        assert told[rank]["foreign"] == "RankFailedError: saving failed: rank 2: KeyError: 'w'"
+        first = "RankFailedError: saving failed: rank 0: KeyError: 'w'; rank 2: StorageError: shard-2: disk full"
+        assert told[rank]["foreign first"] == first
+
+
+def test_where_all_ranks_fail_alike_each_raises_its_own_error(told: list[dict[str, object]]) -> None:
     assert [rank["all"] for rank in told] == [f"StorageError: shard-{rank}: disk full" for rank in range(3)]
+    assert [rank["foreign everywhere"] for rank in told] == [f"ValueError: step {rank}" for rank in range(3)]
+
+
+LOSING = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from ucformat.errors import RankFailedError
+from ucformat.group import current
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+group = current()
+group.all_gather(0)
+victim, how = int(sys.argv[1]), sys.argv[2]
+if group.rank == victim:
+    os.kill(os.getpid(), getattr(signal, how))
+try:
+    with group.together("saving"):
+        pass
+except RankFailedError as error:
+    print(sorted(error.failures), str(error).startswith("saving failed: rank"))
+    sys.stdout.flush()
+    time.sleep(10)  # in step with slower ranks: who leaves seems to have died, too
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("victim", "how"), [(1, "SIGKILL"), (2, "SIGSTOP"), (0, "SIGKILL")])
+def test_a_rank_that_died_or_hangs_is_named_as_the_suspect(victim: int, how: str) -> None:
+    port = free_port()
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LOSING, str(victim), how]
+    ranks = [
+        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for rank in range(3)
+    ]
+    try:
+        for rank in set(range(3)) - {victim}:
+            assert ranks[rank].communicate(timeout=120)[0].strip() == f"[{victim}] True"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 def test_a_single_process_needs_no_process_group() -> None:

@@ -47,7 +47,7 @@ def save(
     written, from any thread.
 
     Raises ExistsError, UnrepresentableError and UnsupportedError (naming the path in `state`), ValueConflictError when ranks
-    disagree, StorageError, and RankFailedError on ranks whose peers failed. Then nothing was committed.
+    disagree, StorageError, and RankFailedError when a rank died. Every rank raises the same. Then nothing was committed.
     """
     if keep is not None and keep < 1:
         raise ValueError("keep is at least 1: the newest checkpoint always stays")

@@ -5,15 +5,50 @@ Everything that ucformat raises on purpose derives from `UcformatError`; the CLI
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import copy
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ucformat.box import Box
 
 
 class UcformatError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. They can be pickled, so that a rank can raise what another rank met."""
+
+    failures: Mapping[int, str] = MappingProxyType({})
+    """Rank → message, where several ranks acted together and some of them failed; else empty."""
+
+    def __reduce__(self) -> tuple[Callable[..., UcformatError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.args, {name: _portable(fact) for name, fact in vars(self).items()})
+
+    def of_rank(self, rank: int, failures: Mapping[int, str]) -> UcformatError:
+        """The same error for the other ranks to raise: same class, same facts, and the rank that met it in the message."""
+        error = copy.copy(self)
+        more = len(failures) - 1
+        also = "" if not more else f" ({more} other rank{'s' if more > 1 else ''} failed, too)"
+        error.args = (f"rank {rank}: {self}{also}",)
+        error.failures = dict(failures)
+        return error
+
+
+def _rebuild(kind: type[UcformatError], args: tuple[object, ...], facts: dict[str, object]) -> UcformatError:
+    """An error from its class, message and facts. Constructors take the facts, not the message, so none is called."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(facts)
+    return error
+
+
+def _portable(fact: Any) -> object:
+    """A fact that another process can read: itself where it can be pickled, else as text."""
+    try:
+        pickle.dumps(fact)
+    except Exception:
+        return str(fact)
+    return fact
 
 
 def _where(file: str, start: int | None, stop: int | None) -> str:
@@ -180,13 +215,16 @@ class ExistsError(UcformatError):
 
 
 class RankFailedError(UcformatError):
-    """Other ranks failed, so nothing was committed. `failures` maps rank to its message."""
+    """Other ranks died, did not answer, or met an error that is not ucformat's, so nothing was committed.
 
-    def __init__(self, what: str, failures: Mapping[int, str]) -> None:
-        self.what, self.failures = what, dict(failures)
-        told = "; ".join(f"rank {rank}: {message}" for rank, message in sorted(self.failures.items())[:4])
+    `failures` maps rank to message. Ranks that did not answer are suspected to have died.
+    """
+
+    def __init__(self, what: str, failures: Mapping[int, str], why: str = "") -> None:
+        self.what, self.failures, self.why = what, dict(failures), why
+        shown = [f"rank {rank}: {message}" for rank, message in sorted(self.failures.items())[:4]]
         more = "" if len(self.failures) <= 4 else f" and {len(self.failures) - 4} more"
-        super().__init__(f"{what} failed: {told}{more}")
+        super().__init__(f"{what} failed: {'; '.join([*shown, *([why] if why else [])])}{more}")
 
 
 class LayoutError(UcformatError):

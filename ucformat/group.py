@@ -6,17 +6,22 @@ timeout of the process group. A single process, such as a keeper of snapshots, g
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ucformat.errors import RankFailedError
+from ucformat.errors import RankFailedError, UcformatError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+ANSWER_S = 5.0  # after a collective failed: ranks that are alive have met the same failure by then, and say so
+RECENT_S = 120.0  # an answer given longer ago was about another failure; hosts' clocks differ by less
+_EXCHANGE = "exchanging metadata between ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,54 +32,116 @@ class Group:
     size: int = 1
     process_group: dist.ProcessGroup | None = None
 
-    def all_gather(self, item: T) -> list[T]:
-        """Every rank's item, in rank order, on every rank."""
+    def all_gather(self, item: T, what: str = _EXCHANGE) -> list[T]:
+        """Every rank's item, in rank order, on every rank. Raises RankFailedError when a rank does not take part."""
         if self.size == 1:
             return [item]
         import torch.distributed as dist
 
         items: list[T | None] = [None] * self.size
-        dist.all_gather_object(items, item, group=self.process_group)
+        with self._answering(what):
+            dist.all_gather_object(items, item, group=self.process_group)
         return cast("list[T]", items)  # every slot was filled by its rank
 
-    def gather(self, item: T) -> list[T]:
-        """Every rank's item, in rank order, on rank 0; an empty list elsewhere."""
+    def gather(self, item: T, what: str = _EXCHANGE) -> list[T]:
+        """Every rank's item, in rank order, on rank 0; an empty list elsewhere. Raises as `all_gather`."""
         if self.size == 1:
             return [item]
         import torch.distributed as dist
 
         items: list[T | None] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(item, items, group=self.process_group, group_dst=0)
+        with self._answering(what):
+            dist.gather_object(item, items, group=self.process_group, group_dst=0)
         return cast("list[T]", items or [])  # every slot was filled by its rank
 
-    def broadcast(self, item: T) -> T:
-        """Rank 0's item on every rank."""
+    def broadcast(self, item: T, what: str = _EXCHANGE) -> T:
+        """Rank 0's item on every rank. Raises as `all_gather`."""
         if self.size == 1:
             return item
         import torch.distributed as dist
 
         box = [item]
-        dist.broadcast_object_list(box, group=self.process_group, group_src=0)
+        with self._answering(what):
+            dist.broadcast_object_list(box, group=self.process_group, group_src=0)
         return box[0]
 
-    def settle(self, what: str, error: BaseException | None) -> None:
-        """Meet all ranks; when any brings an error, raise: its own on the rank that has one, RankFailedError elsewhere."""
-        told = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
+    def exchange(self, item: T, what: str, error: Exception | None = None) -> list[T]:
+        """Every rank's item, or one error on every rank: when any rank brings one, all raise, and all the same class.
+
+        That is the error of the lowest rank that has one where it is one of ucformat's, else RankFailedError. Where all ranks
+        bring the same class, each raises its own.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return [item]
+        brought = self.all_gather((item, None if error is None else _Failure.of(error)), what)
+        failed = {rank: failure for rank, (_, failure) in enumerate(brought) if failure is not None}
+        if not failed:
+            return [theirs for theirs, _ in brought]
+        first = min(failed)
+        alike = len({failure.kind for failure in failed.values()}) == 1 and len(failed) == self.size
+        if error is not None and (alike or (first == self.rank and isinstance(error, UcformatError))):
             raise error
-        failures = {rank: message for rank, message in enumerate(told) if message is not None}
-        if failures:
-            raise RankFailedError(what, failures)
+        messages = {rank: failure.message for rank, failure in failed.items()}
+        met = failed[first].error
+        raise RankFailedError(what, messages) if met is None else met.of_rank(first, messages) from error
+
+    def resolve(self, what: str, error: Exception | None) -> None:
+        """Meet all ranks, each with its error if it has one: see `exchange`."""
+        self.exchange(None, what, error)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run the block on all ranks; a failure on any of them raises on every one (see `settle`)."""
-        error: BaseException | None = None
+        """Run the block on all ranks; a failure on any of them raises on every one (see `resolve`)."""
+        error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        self.settle(what, error)
+        self.resolve(what, error)
+
+    @contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        """A collective. Its failure becomes RankFailedError, with the ranks that are suspected to have died."""
+        try:
+            yield
+        except RuntimeError as error:  # torch.distributed's errors are of this class, gloo's and NCCL's among them
+            suspects, why = self._silent_ranks()
+            raise RankFailedError(what, suspects, why or _first_line(error)) from error
+
+    def _silent_ranks(self) -> tuple[dict[int, str], str]:
+        """Ranks that say nothing after a collective failed, and what else is known. Takes up to `ANSWER_S`."""
+        import torch.distributed as dist
+
+        silent = set(range(self.size)) - {self.rank}
+        name = "world" if self.process_group is None else self.process_group.group_name
+        try:
+            store = dist.PrefixStore(f"ucformat/alive/{name}", connection(timedelta(seconds=ANSWER_S)))
+            store.set(str(self.rank), str(time.time()))
+            deadline = time.monotonic() + ANSWER_S
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = {rank for rank in silent if not _has_answered(store, rank)}
+        except (RuntimeError, ValueError) as error:
+            why = f"the store that the ranks meet in can't be reached ({_first_line(error)})"
+            return {0: "suspected to have died, as it serves that store unless torchrun does"}, why
+        return dict.fromkeys(sorted(silent), f"no answer within {ANSWER_S:.0f} s, suspected to have died"), ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What one rank tells the others of its error."""
+
+    kind: str
+    message: str
+    error: UcformatError | None
+    """The error itself where it is one of ucformat's."""
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        return cls(name, f"{type(error).__name__}: {error}", error if isinstance(error, UcformatError) else None)
 
 
 def current(process_group: dist.ProcessGroup | None = None) -> Group:
@@ -84,3 +151,23 @@ def current(process_group: dist.ProcessGroup | None = None) -> Group:
     if not (dist.is_available() and dist.is_initialized()):
         return Group()
     return Group(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
+
+
+def connection(timeout: timedelta | None = None) -> dist.Store:
+    """The store that torch.distributed was initialised with, which has no public name, over a connection of its own."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    clone = getattr(store, "clone", None)
+    found: dist.Store = store if clone is None else clone()
+    if timeout is not None and clone is not None:
+        found.set_timeout(timeout)
+    return found
+
+
+def _has_answered(store: dist.Store, rank: int) -> bool:
+    return store.check([str(rank)]) and abs(time.time() - float(store.get(str(rank)))) < RECENT_S
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -71,7 +71,7 @@ class Division:
 def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Division:
     """Agree with the other ranks on who writes which replica: one exchange. Every rank of `group` calls it.
 
-    Raises ValueConflictError when replicas that should be equal are not, RankFailedError.
+    Raises ValueConflictError when replicas that should be equal are not, on every rank alike.
     """
     brought: _Brought | None = None
     tree = b""
@@ -94,8 +94,8 @@ def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Divis
 def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, group: Group) -> None:
     """Write `state` into the directory `store`. Every rank of `group` calls it.
 
-    Raises ExistsError, UnrepresentableError, ValueConflictError, CoverageError, OverlapError, StorageError; RankFailedError
-    where another rank has the error.
+    Raises ExistsError, UnrepresentableError, ValueConflictError, CoverageError, OverlapError, StorageError, on every rank when
+    any rank has the error; RankFailedError when a rank died.
     """
     division = divide(collect(state, group), group, check_replicas=options.check_replicas)
     generation = _prepare(store, options, group)

@@ -24,7 +24,7 @@ from ucformat.reshard.state import optimizer
 from ucformat.reshard.state.assign import Pending
 from ucformat.reshard.state.leaf import Leaf, forget
 from ucformat.reshard.state.placement import clip
-from ucformat.reshard.state.walk import Leaves, Piece, Walker, make_pieces, settle
+from ucformat.reshard.state.walk import Leaves, Piece, Walker, compare_uneven, make_pieces, place_uneven
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,10 +71,10 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
     except Exception as caught:
         error = caught
     forget()
-    leaves = settle(leaves, error, group)
+    claims = compare_uneven(leaves, error, group)
     loading: Loading | None = None
     with group.together("preparing the load"):
-        loading = _plan(state, catalog, walker, leaves, tree)
+        loading = _plan(state, catalog, walker, place_uneven(leaves, claims), tree)
     assert loading is not None
     return loading
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ucformat.errors import RankFailedError, UnsupportedError
+from ucformat.errors import UnsupportedError
 from ucformat.group import Group
 from ucformat.reshard.state.leaf import Leaf
 from ucformat.reshard.state.placement import LocalPlacement, Split, grid, inner_first, is_even, shard
@@ -56,32 +56,38 @@ def claim(leaf: Leaf) -> ShardDescription:
     )
 
 
-def settle(claims: Mapping[str, ShardDescription], error: Exception | None, group: Group) -> dict[str, LocalPlacement]:
-    """The placements of those tensors that are uneven on any rank; empty when there is none. Every rank calls.
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What the ranks said of the tensors that are uneven on any of them."""
 
-    `error` is what went wrong on this rank before: it is raised here after all ranks have met, as RankFailedError on the others.
-    Raises UnsupportedError when the shards don't add up.
+    own: Mapping[str, ShardDescription]
+    every: Sequence[Mapping[str, ShardDescription]] = ()
+    """By rank; nothing when no tensor is uneven."""
+
+    def place(self) -> dict[str, LocalPlacement]:
+        """The placements of this rank's uneven tensors. Raises UnsupportedError when the shards don't add up."""
+        out = {}
+        for name in sorted({name for claims in self.every for name in claims} & self.own.keys()):
+            mine = self.own[name]
+            held = [claims[name] for claims in self.every if name in claims and claims[name].mesh == mine.mesh]
+            if any(not claim.regular or claim.shape != mine.shape for claim in held):
+                out[name] = _place(name, mine, held)
+        return out
+
+
+def compare(own: Mapping[str, ShardDescription], error: Exception | None, group: Group) -> Claims:
+    """Learn what the other ranks hold of tensors that are uneven on any rank. Every rank of `group` calls it.
+
+    `error` is what went wrong on this rank before: every rank raises it here, after all have met (see `Group.exchange`).
     """
-    odd = [name for name, mine in claims.items() if not mine.regular]
-    told = group.all_gather((None if error is None else f"{type(error).__name__}: {error}", odd, _digests(claims)))
-    if error is not None:
-        raise error
-    failures = {rank: message for rank, (message, _, _) in enumerate(told) if message is not None}
-    if failures:
-        raise RankFailedError("collecting the state", failures)
-    suspects = {name for _, names, _ in told for name in names}
-    for key in _disputed([digests for _, _, digests in told]):
-        suspects.update(name for name, mine in claims.items() if mine.mesh == key)
-    if not any(names for _, names, _ in told) and not _disputed([digests for _, _, digests in told]):
-        return {}
-    every = group.all_gather({name: claims[name] for name in sorted(suspects) if name in claims})
-    out = {}
-    for name in sorted(suspects & claims.keys()):
-        mine = claims[name]
-        held = [c[name] for c in every if name in c and c[name].mesh == mine.mesh]
-        if any(not c.regular or c.shape != mine.shape for c in held):
-            out[name] = _place(name, mine, held)
-    return out
+    odd = [name for name, claim in own.items() if not claim.regular]
+    brought = group.exchange((odd, _digests(own)), "collecting the state", error)
+    disputed = _disputed([digests for _, digests in brought])
+    suspects = {name for names, _ in brought for name in names}
+    if not suspects and not disputed:
+        return Claims(own)
+    suspects.update(name for name, claim in own.items() if claim.mesh in disputed)
+    return Claims(own, group.all_gather({name: own[name] for name in sorted(suspects & own.keys())}))
 
 
 def _digests(claims: Mapping[str, ShardDescription]) -> dict[MeshKey, str]:

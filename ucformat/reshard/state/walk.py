@@ -68,7 +68,7 @@ class Collected:
 def collect(state: Mapping[str, object], group: Group | None = None) -> Collected:
     """Take `state` apart. Every rank of `group` calls; exchanges only errors, and sizes of uneven DTensors.
 
-    Raises UnrepresentableError and UnsupportedError naming the path. An error on one rank is RankFailedError on the others.
+    Raises UnrepresentableError and UnsupportedError naming the path. An error on one rank is raised on every rank.
     """
     group = group or Group()
     with collected_later():
@@ -79,11 +79,12 @@ def gather(walker: Walker, group: Group) -> Collected:
     """`collect` with a walker of the caller's own, which knows afterwards what it found where."""
     leaves, tree, error = _attempt(walker)
     forget()
-    leaves = settle(leaves, error, group)
+    claims = compare_uneven(leaves, error, group)
     aliases = dict(walker.aliases)
     specs: tuple[TensorSpec, ...] = ()
     pieces: tuple[Piece, ...] = ()
     with group.together("collecting the state"):
+        leaves = place_uneven(leaves, claims)
         specs, pieces = make_pieces(leaves, aliases)
     mesh, coords = mesh_axes(_meshes(item for parts in leaves.values() for item in parts))
     return Collected(specs, pieces, tree, aliases, mesh, coords)
@@ -293,18 +294,20 @@ def unite(groups: list[Any], key: str) -> list[Any]:
 # ---------------------------------------------------------------- leaves to pieces
 
 
-def settle(leaves: Leaves, error: Exception | None, group: Group) -> Leaves:
-    """Place the leaves whose shards are uneven. Every rank calls, with its error if it has one (see `uneven.settle`)."""
+def compare_uneven(leaves: Leaves, error: Exception | None, group: Group) -> uneven.Claims:
+    """Learn how other ranks hold what is sharded unevenly. Every rank calls, with its error if it has one: all raise it."""
     claims: dict[str, uneven.ShardDescription] = {}
     try:
         claims = {name: uneven.claim(items[0]) for name, items in leaves.items() if items[0].frame is not None and items[0].parts}
     except Exception as caught:
         error = error or caught
-    placed = uneven.settle(claims, error, group)
-    if not placed:
-        return leaves
+    return uneven.compare(claims, error, group)
+
+
+def place_uneven(leaves: Leaves, claims: uneven.Claims) -> Leaves:
+    """Place the leaves whose shards are uneven. Raises UnsupportedError."""
     out = dict(leaves)
-    for name, place in placed.items():
+    for name, place in claims.place().items():
         first = leaves[name][0]
         out[name] = [Leaf(place.shape, first.dtype, ((first.parts[0][0], place),), None, first.checked)]
     return out

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ucformat.group import Group
+from ucformat.group import Group, connection
 from ucformat.snapshot.schedule.clock import now
 
 TOLD, HELD = 1, 1 << 32  # what a rank adds for having told, and for holding
@@ -50,7 +50,7 @@ class VersionVotes:
         self.trouble = ""
         """Why fates are not learnt, in words; empty when all is well."""
         if group.size > 1:
-            self._store = dist.PrefixStore(f"ucformat/{group.broadcast(uuid.uuid4().hex)}", _own_connection())
+            self._store = dist.PrefixStore(f"ucformat/{group.broadcast(uuid.uuid4().hex)}", connection())
 
     def tell(self, step: int, *, held: bool) -> None:
         """Say that this rank holds a version, or never will; any thread. Steps ascend, and the first word counts."""
@@ -122,11 +122,3 @@ class VersionVotes:
                 self._store.delete_key(key)
             except (RuntimeError, ValueError):
                 return  # a store that can't remove keys keeps some bytes per version
-
-
-def _own_connection() -> dist.Store:
-    """The store that torch.distributed was initialised with, which has no public name, over a connection of our own."""
-    store = dist.distributed_c10d._get_default_store()
-    clone = getattr(store, "clone", None)
-    found: dist.Store = store if clone is None else clone()
-    return found
