@@ -186,12 +186,16 @@ class UnrepresentableError(UcformatError):
 class ValueConflictError(UcformatError):
     """Ranks hold different things under one path that is not rank-local."""
 
-    def __init__(self, path: str, ranks: Sequence[int], what: str = "values differ") -> None:
+    def __init__(
+        self,
+        path: str,
+        ranks: Sequence[int],
+        what: str = "values differ",
+        hint: str = "wrap it in ucformat.rank_local(...) if each rank has its own",
+    ) -> None:
         self.path, self.ranks = path, tuple(ranks)
-        super().__init__(
-            f"state at {path}: {what} on ranks {', '.join(map(str, self.ranks))}: "
-            "wrap it in ucformat.rank_local(...) if each rank has its own"
-        )
+        where = f" on ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        super().__init__(f"state at {path}: {what}{where}: {hint}")
 
 
 class RankLocalError(UcformatError):

@@ -35,7 +35,6 @@ class Held:
     specs: tuple[TensorSpec, ...]
     pieces: list[tuple[str, Box, torch.Tensor]]
     replicated: dict[str, bool]
-    checked: dict[str, bool]
     values: Any
     aliases: dict[str, str]
     mesh: dict[str, int]
@@ -54,7 +53,6 @@ def keep(found: Collected) -> Held:
         found.specs,
         [(piece.spec.name, piece.box, piece.view.clone()) for piece in found.pieces],
         {piece.spec.name: piece.replicated for piece in found.pieces},
-        {piece.spec.name: piece.checked for piece in found.pieces},
         found.values,
         dict(found.aliases),
         dict(found.mesh),

@@ -6,6 +6,7 @@ on any rank reaches every rank, and nothing is committed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,11 @@ from ucformat.formats import native
 from ucformat.formats.target import OutputBox
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import TensorFill
-from ucformat.reshard.state.replicas import Offer, Offers, choose, sample
+from ucformat.reshard.state.replicas import Assignment, Offer, Offers, assign_writers, content_digest
 from ucformat.reshard.state.walk import Collected, Piece, collect
 from ucformat.storage.store import Store
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class SaveOptions:
     step: int | None = None
     overwrite: bool = False
     check_replicas: bool = True
-    """Compare plain tensors that several ranks hold (whole up to 64 KiB, sampled above) and refuse when they differ."""
+    """Compare tensors that several ranks hold, by digests of all their bytes, and refuse when they differ."""
     on_bytes: Callable[[int], None] | None = None
 
 
@@ -80,8 +83,11 @@ def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Divis
         brought = _bring(collected, tree, check_replicas)
     assert brought is not None
     ranks = group.all_gather(brought)
-    aliases = {alias for rank in ranks for alias in rank.aliases}
-    mine = iter(choose([rank.offers for rank in ranks])[group.rank])
+    aliases = {alias: target for rank in ranks for alias, target in rank.aliases.items()}
+    assignment = assign_writers([rank.offers for rank in ranks], aliases)
+    if group.rank == 0:
+        _warn_of_buffers(assignment)
+    mine = iter(assignment.writes[group.rank])
     chosen = [piece for piece in collected.pieces if not piece.replicated or next(mine)]
     return Division(
         tuple(piece for piece in chosen if piece.spec.name not in aliases),
@@ -89,6 +95,20 @@ def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Divis
         tuple(ranks),
         tree,
     )
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_buffers(assignment: Assignment) -> None:
+    """Log once per process and tensor that the first rank's was stored where ranks differ."""
+    names = sorted(set(assignment.first_of) - _warned)
+    if names:
+        _warned.update(names)
+        _LOG.warning(
+            "%d buffers differ between ranks and are stored as the first rank has them: %s%s",
+            len(names), ", ".join(names[:8]), "…" if len(names) > 8 else "",
+        )  # fmt: skip
 
 
 def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, group: Group) -> None:
@@ -118,7 +138,7 @@ def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
             piece.box.offset,
             piece.box.length,
             _nbytes(piece),
-            sample(piece.view) if check and piece.checked else None,
+            content_digest(piece.view) if check else None,
             piece.first_rank_wins,
         )
         for piece in shared

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
@@ -40,7 +40,8 @@ class MeshPlacement:
     splits: tuple[Split, ...]
     """The placements as splits, in the order in which they apply."""
     replicated: bool
-    """Other ranks may hold the same boxes: on a mesh axis that repeats the tensor, or outside the mesh."""
+    """Other ranks may hold the same boxes: on a mesh axis that repeats the tensor, or outside the mesh. That these are equal is
+    what the mesh, or its being smaller than the world, suggests; saving compares them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +54,6 @@ class Leaf:
     """Local tensors and how they are placed; with a `frame`, one tensor whose placement is a first guess."""
     frame: MeshPlacement | None = None
     """What the one local tensor of a DTensor follows. Its sizes may need settling with other ranks."""
-    checked: bool = False
-    """Meant to be equal on all ranks that hold it, and nothing but a check can tell."""
     first_rank_wins: bool = False
     """Replicas may differ, and the first rank's counts: buffers, as DDP broadcasts them."""
     name: str | None = None
@@ -69,12 +68,12 @@ def is_tensor(x: object) -> bool:
 
 
 def leaf(x: object, at: str, *, first_rank_wins: bool = False) -> Leaf:
-    """The leaf of a tensor of any kind. `at` is its path, for messages; `first_rank_wins` is about plain tensors.
+    """The leaf of a tensor of any kind. `at` is its path, for messages; `first_rank_wins` marks buffers.
 
     Raises UnsupportedError for tensors without plain bytes (meta, sparse, quantised, wrapper subclasses) and pending sums.
     """
     if isinstance(x, DTensor):
-        return spread(x, local_of(x, at), at)
+        return replace(spread(x, local_of(x, at), at), first_rank_wins=first_rank_wins)
     if isinstance(x, Shard):
         local = plain(x.tensor, at)
         return _single(local, shard(x.global_shape, x.offsets, local.shape, replicated=True))
@@ -84,14 +83,14 @@ def leaf(x: object, at: str, *, first_rank_wins: bool = False) -> Leaf:
     if _is_sharded_tensor(x):
         return _sharded_tensor(x, at)
     if isinstance(x, np.ndarray):
-        return _single(_array(x, at), whole(x.shape), checked=True)
+        return _single(_array(x, at), whole(x.shape))
     assert isinstance(x, torch.Tensor)
     local = plain(x, at)
-    return _single(local, whole(local.shape), checked=not first_rank_wins, first_rank_wins=first_rank_wins)
+    return _single(local, whole(local.shape), first_rank_wins=first_rank_wins)
 
 
-def _single(local: torch.Tensor, placed: LocalPlacement, *, checked: bool = False, first_rank_wins: bool = False) -> Leaf:
-    return Leaf(placed.shape, local.dtype, ((local, placed),), checked=checked, first_rank_wins=first_rank_wins)
+def _single(local: torch.Tensor, placed: LocalPlacement, *, first_rank_wins: bool = False) -> Leaf:
+    return Leaf(placed.shape, local.dtype, ((local, placed),), first_rank_wins=first_rank_wins)
 
 
 def plain(tensor: torch.Tensor, at: str) -> torch.Tensor:

@@ -110,7 +110,7 @@ def _placed(x: object, like: Leaf, node: Node, at: str) -> object:
         local = plain(x, at)
         placed = like.parts[0][1] if like.parts else None
         if placed is not None and tuple(local.shape) == tuple(like.parts[0][0].shape):
-            return Leaf(like.shape, local.dtype, ((local, placed),), frame=like.frame, checked=like.checked)
+            return Leaf(like.shape, local.dtype, ((local, placed),), frame=like.frame)
     if isinstance(x, dict):
         return {key: _placed(item, like, node, f"{at}/{key}") for key, item in x.items()}
     if type(x) in {list, tuple}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,6 @@ class Piece:
     """Of the box's shape, any strides and device; shares memory with the state."""
     replicated: bool
     """Other ranks may hold the same box. False only where that can't be: replicas are then written once per rank."""
-    checked: bool
-    """Nothing but a comparison tells whether the ranks agree: plain tensors, module buffers apart."""
     first_rank_wins: bool = False
     """Replicas may differ, and the first rank's counts: module buffers, which DDP broadcasts from there."""
 
@@ -309,7 +307,7 @@ def place_uneven(leaves: Leaves, claims: uneven.Claims) -> Leaves:
     out = dict(leaves)
     for name, place in claims.place().items():
         first = leaves[name][0]
-        out[name] = [Leaf(place.shape, first.dtype, ((first.parts[0][0], place),), None, first.checked)]
+        out[name] = [replace(first, shape=place.shape, parts=((first.parts[0][0], place),), frame=None)]
     return out
 
 
@@ -339,10 +337,7 @@ def _pieces(name: str, item: Leaf, specs: dict[str, TensorSpec]) -> list[Piece]:
     if specs.setdefault(name, spec) != spec:
         known = specs[name]
         raise UnsupportedError(name, f"shards of one tensor disagree: {known.dtype} {known.shape} and {spec.dtype} {spec.shape}")
-    return [
-        Piece(spec, box, view, placed.replicated, item.checked, item.first_rank_wins)
-        for box, view, placed in _views(name, item.parts)
-    ]
+    return [Piece(spec, box, view, placed.replicated, item.first_rank_wins) for box, view, placed in _views(name, item.parts)]
 
 
 def _views(name: str, parts: Iterable[Part]) -> Iterable[tuple[Box, torch.Tensor, Any]]:
