@@ -210,12 +210,19 @@ class RankLocalError(UcformatError):
 
 
 class ExistsError(UcformatError):
-    """Something stands at `path`: a committed checkpoint, or what may not be ours."""
+    """Something is at `path` already: a checkpoint, or files that ucformat did not write. Nothing was changed."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        how = "choose another path, or replace it (overwrite=True, --overwrite)"
-        super().__init__(f"{path}: what is there is never written into: {how}")
+    def __init__(self, path: str, why: str = "already exists", how: str = "pass overwrite=True (--overwrite)") -> None:
+        self.path, self.why = path, why
+        super().__init__(f"{path}: {why}: choose another path{' or ' + how if how else ''}")
+
+
+class ConflictError(UcformatError):
+    """Another process wrote to `path` at the same time and came first. Its checkpoint stands; nothing of this one was kept."""
+
+    def __init__(self, path: str, why: str = "another process committed a checkpoint here meanwhile") -> None:
+        self.path, self.why = path, why
+        super().__init__(f"{path}: {why}; this one was discarded: give every job a path of its own")
 
 
 class RankFailedError(UcformatError):

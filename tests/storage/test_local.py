@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucformat.errors import FormatError, MissingFileError, StorageError
-from ucformat.storage import local
+from ucformat.errors import ConflictError, FormatError, MissingFileError, StorageError
+from ucformat.storage import atomic, local
 from ucformat.storage.local import ALIGNMENT, LocalStore, aligned
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Bytes, Sheet, Store, safe_path
@@ -200,3 +203,185 @@ def test_aligned_buffers_are_aligned() -> None:
         buffer = aligned(size)
         assert buffer.ctypes.data % ALIGNMENT == 0
         assert len(buffer) == size
+
+
+# -- what happens in one step -------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_created_only_where_none_is(store: Store) -> None:
+    assert store.put_if_absent("ucf.json", b"first")
+    assert not store.put_if_absent("ucf.json", b"second")
+    assert store.read("ucf.json") == b"first"
+    assert store.list() == ["ucf.json"]
+
+
+def test_a_file_is_replaced_only_where_it_is_still_the_known_one(store: Store) -> None:
+    assert not store.put_if_unchanged("ucf.json", b"b", b"a")
+    assert store.list() == []
+    store.put("ucf.json", b"a")
+    assert not store.put_if_unchanged("ucf.json", b"c", b"b")
+    assert not store.put_if_unchanged("ucf.json", b"c", b"")
+    assert store.put_if_unchanged("ucf.json", b"b", b"a")
+    assert store.read("ucf.json") == b"b"
+    assert store.list() == ["ucf.json"]
+
+
+def test_a_copy_has_the_same_bytes(store: Store) -> None:
+    data = _data(9_000_001).tobytes()
+    store.put("a/x", data)
+    store.copy("a/x", "b/y")
+    assert (store.read("b/y"), store.read("a/x")) == (data, data)
+    with pytest.raises((MissingFileError, StorageError)):
+        store.copy("a/none", "b/z")
+    assert store.list("b") == ["y"]
+
+
+def test_all_files_below_a_directory_are_listed(store: Store) -> None:
+    for path in ("a", "b/c", "b/d/e"):
+        store.put(path, b"")
+    assert (list(store.files()), list(store.files("b")), list(store.files("none"))) == (
+        ["a", "b/c", "b/d/e"],
+        ["b/c", "b/d/e"],
+        [],
+    )
+
+
+RACE = """
+import sys
+from ucformat.storage.open import open_store
+store, name, known = open_store(sys.argv[1]), sys.argv[2].encode(), sys.argv[3].encode()
+while not store.exists("go"):
+    pass
+print(store.put_if_unchanged("ucf.json", name, known) if known else store.put_if_absent("ucf.json", name))
+"""
+
+
+@pytest.mark.parametrize("known", ["", "old"])
+def test_of_many_processes_that_commit_at_once_exactly_one_does(tmp_path: Path, known: str) -> None:
+    store = open_store(str(tmp_path))
+    if known:
+        store.put("ucf.json", known.encode())
+    command = [sys.executable, "-c", RACE, str(tmp_path)]
+    racers = [subprocess.Popen([*command, str(n), known], stdout=subprocess.PIPE, text=True) for n in range(4)]
+    store.put("go", b"")
+    told = [racer.communicate(timeout=120)[0].strip() for racer in racers]
+    assert sorted(told) == ["False", "False", "False", "True"]
+    assert store.read("ucf.json") == str(told.index("True")).encode()
+    assert store.list() == ["go", "ucf.json"]
+
+
+@pytest.mark.parametrize("missing", ["link", "rename", "lock"])
+def test_without_links_or_locks_a_file_is_still_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    if missing == "rename":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **more: object())
+    if missing == "lock":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    store = open_store(str(tmp_path))
+    assert store.put_if_absent("x", b"1")
+    assert not store.put_if_absent("x", b"2")
+    assert not store.put_if_unchanged("x", b"3", b"2")
+    assert store.put_if_unchanged("x", b"3", b"1")
+    assert (store.read("x"), store.list()) == (b"3", ["x"])
+
+
+@pytest.mark.parametrize("modern", [True, False])
+def test_a_name_that_is_taken_is_never_given_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modern: bool) -> None:
+    if not modern:
+        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **more: object())
+    store = open_store(str(tmp_path))
+    for name in ("new/x", "old/x", "file", "other"):
+        store.put(name, name.encode())
+    (tmp_path / "empty").mkdir()
+    for one, taken in (("new", "old"), ("new", "file"), ("file", "other"), ("file", "old")):
+        with pytest.raises((ConflictError, StorageError)):
+            store.rename(one, taken)
+    store.rename("new", "empty")
+    store.rename("file", "free")
+    assert store.list() == ["empty/", "free", "old/", "other"]
+    assert store.read("empty/x") == b"new/x"
+
+
+def test_a_removal_never_follows_a_link(tmp_path: Path) -> None:
+    other, store = tmp_path / "other", open_store(str(tmp_path / "store"))
+    (other / "shards").mkdir(parents=True)
+    (other / "shards/0").write_text("mine")
+    store.put("kept", b"")
+    for removed in ("step", "step/shards", "step/shards/0"):
+        (tmp_path / "store/step").symlink_to(other)
+        assert store.is_link("step")
+        store.remove(removed)
+        assert store.list() == ["kept"]
+    assert (other / "shards/0").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_new_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        store = open_store(str(tmp_path))
+        store.put("a", b"")
+        store.put_if_absent("b", b"")
+        store.put_if_unchanged("b", b"1", b"")
+        store.writer("c", 0).close()
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in "abc"} == {mode}
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_what_cant_be_looked_at_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "stat", fail)
+    monkeypatch.setattr(os, "scandir", fail)
+    store = open_store(str(tmp_path))
+    for look in (store.exists, store.list, store.size):
+        with pytest.raises(StorageError):
+            look("x")
+
+
+HOLDER = """
+import sys, time
+from ucformat.storage.open import open_store
+hold = open_store(sys.argv[1]).hold("mark")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_hold_ends_with_its_process_and_only_then(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("mark", b"")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with_us = store.hold("mark")
+        assert store.claim("mark") is None
+        with_us.release()
+        assert store.claim("mark") is None
+        holder.kill()
+    claim = store.claim("mark")
+    assert claim is not None
+    assert claim.intact()
+    store.remove("mark")
+    assert not claim.intact()
+    claim.release()
+    claim.release()
+
+
+def test_a_name_that_cant_be_made_durable_is_there_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(atomic, "sync_directory", fail)
+    assert open_store(str(tmp_path)).put_if_absent("ucf.json", b"1")
+    assert "written, but its directory could not be synced" in caplog.text

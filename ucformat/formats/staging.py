@@ -21,8 +21,9 @@ from ucformat.formats import partial
 from ucformat.formats.owned import Owns, owner, walk
 from ucformat.formats.partial import PARTIAL, check_kept
 from ucformat.formats.target import WriteJob
+from ucformat.storage.atomic import sync_directory
 from ucformat.storage.fsspec_store import FsspecStore
-from ucformat.storage.local import LocalStore, sync_directory
+from ucformat.storage.local import LocalStore
 from ucformat.storage.store import Store, Writer
 
 _AT_FDCWD = -100  # Linux: paths are relative to the working directory
@@ -88,7 +89,7 @@ def _finish(attempt: Attempt, store: Store, last: str) -> None:
 def replacing(store: Store, path: str, size: int) -> Iterator[Writer]:
     """A writer of one file that takes the name `path` only when it is complete: until then the old file is there."""
     replaces = store.exists(path)
-    if isinstance(store, LocalStore) or (isinstance(store, FsspecStore) and store.uploads_whole and not replaces):
+    if isinstance(store, LocalStore) or (isinstance(store, FsspecStore) and store.appears_whole and not replaces):
         with store.writer(path, size) as writer:
             yield writer
         return

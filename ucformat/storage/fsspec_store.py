@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsspec
-import numpy as np
 
 from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.storage.store import Bytes, Store, Writer, safe_path
 
 _FOLDERLESS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "cos"})
 """Protocols without folders: making one would make a bucket, which is never ours to do."""
-
-
-_COPIED_BYTES = 8 << 20  # at a time
 
 
 def _folderless(filesystem: Any) -> bool:
@@ -80,11 +76,7 @@ class FsspecStore(Store):
 
     def __init__(self, filesystem: Any, root: str, url: str) -> None:  # fsspec is untyped
         self.filesystem, self.root, self.url = filesystem, root.rstrip("/"), url.rstrip("/")
-
-    @property
-    def uploads_whole(self) -> bool:
-        """Whether a file is visible only when its upload is complete, whatever happens to the one who uploads."""
-        return _folderless(self.filesystem)
+        self.appears_whole = _folderless(filesystem)
 
     @classmethod
     def open(cls, url: str) -> FsspecStore:
@@ -154,23 +146,14 @@ class FsspecStore(Store):
             raise StorageError(f"{self.url}/{path}", error) from error
 
     def copy(self, path: str, to: str) -> None:
-        """Copy a file within the store; its bytes don't come here where the store can do it. Raises StorageError."""
         full = self._full(to)
         try:
             make_folder(self.filesystem, full)
             self.filesystem.cp_file(self._full(path), full)
         except NotImplementedError:
-            self._copy_through(path, to)
+            super().copy(path, to)
         except Exception as error:
             raise StorageError(f"{self.url}/{to}", error) from error
-
-    def _copy_through(self, path: str, to: str) -> None:
-        size = self.size(path)
-        with self.writer(to, size) as writer:
-            for start in range(0, size, _COPIED_BYTES):
-                out = np.empty(min(_COPIED_BYTES, size - start), dtype=np.uint8)
-                self.read_into(path, start, out)
-                writer.write(start, out)
 
     def move(self, path: str, to: str) -> None:
         """Rename a file to a name that is free, or copy and remove it where there is no rename. Raises StorageError."""

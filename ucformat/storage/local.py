@@ -11,18 +11,22 @@ import ctypes
 import errno
 import mmap
 import os
+import secrets
 import shutil
-import tempfile
+import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ucformat.errors import FormatError, MissingFileError, StorageError
-from ucformat.storage.store import Bytes, Reader, Store, Writer, safe_path
+from ucformat.errors import FormatError, MissingFileError, StorageError, UnsupportedError
+from ucformat.storage import atomic, hold
+from ucformat.storage.atomic import sync_directory
+from ucformat.storage.store import COPIED_BYTES, Bytes, Hold, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
@@ -104,6 +108,14 @@ def _let_go(fd: int, start: int, nbytes: int) -> None:
     os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+def _copy_range(fd: int, to: int, start: int, nbytes: int) -> int:
+    """Have the kernel copy a range to the same place of another file; the bytes copied, 0 where it can't."""
+    try:
+        return os.copy_file_range(fd, to, nbytes, start, start)
+    except (OSError, AttributeError):
+        return 0
+
+
 class LocalReader(Reader):
     """One open file, read through the page cache: the kernel reads ahead there while we verify and copy."""
 
@@ -111,23 +123,23 @@ class LocalReader(Reader):
         super().__init__(store, path)
         self._full = full
         try:
-            self._fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             raise MissingFileError(full) from None
         except OSError as error:
             raise StorageError(full, error) from error
 
     def prefetch(self, start: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self._fd).st_dev) and not self.is_here(start, nbytes):
-            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self.fd).st_dev) and not self.is_here(start, nbytes):
+            os.posix_fadvise(self.fd, start, nbytes, os.POSIX_FADV_WILLNEED)
 
     def is_here(self, start: int, nbytes: int) -> bool:
         """Whether both ends of a range are in the page cache. Asking for all of it would look at every page."""
-        return _mincore is None or all(_in_memory(self._fd, at) for at in (start, start + max(nbytes, 1) - 1))
+        return _mincore is None or all(_in_memory(self.fd, at) for at in (start, start + max(nbytes, 1) - 1))
 
     def let_go(self, start: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, start: int, out: Bytes) -> None:
         self.read_parts(start, [out])
@@ -137,7 +149,7 @@ class LocalReader(Reader):
         at, stop = start, start + sum(len(view) for view in views)
         try:
             while views:
-                got = os.preadv(self._fd, views[:_VIEWS], at)
+                got = os.preadv(self.fd, views[:_VIEWS], at)
                 if got == 0:
                     raise FormatError(self._full, f"the file ends at byte {at}", start, stop)
                 at += got
@@ -147,8 +159,11 @@ class LocalReader(Reader):
         except OSError as error:
             raise StorageError(self._full, error, start, stop) from error
 
+    def __enter__(self) -> LocalReader:
+        return self
+
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
@@ -161,18 +176,18 @@ def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 class LocalWriter(Writer):
-    """A file written under `<path>.part` and renamed once it is durable."""
+    """A file written under a name that no other writer uses, `<path>.<token>.part`, and renamed once it is durable."""
 
     ordered = False
 
     def __init__(self, path: str, size: int) -> None:
-        self.path, self.part, self.size = path, path + ".part", size
+        self.path, self.part, self.size = path, f"{path}.{secrets.token_hex(6)}.part", size
         self._sent: deque[tuple[int, int]] = deque()
         """(start, bytes) of what is on its way, oldest first."""
         self._lock = threading.Lock()
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             if size:
                 self._reserve(size)
         except OSError as error:
@@ -199,6 +214,18 @@ class LocalWriter(Writer):
                 _let_go(self._fd, *range_)
         except OSError as error:
             raise StorageError(self.path, error, start, start + len(view)) from error
+
+    def copy_from(self, reader: LocalReader) -> None:
+        """Write all of another file, as shared blocks where the file system has them. Raises StorageError."""
+        at = 0
+        while at < self.size:
+            done = _copy_range(reader.fd, self._fd, at, self.size - at)
+            if not done:
+                out = np.empty(min(COPIED_BYTES, self.size - at), dtype=np.uint8)
+                reader.read_into(at, out)
+                self.write(at, out)
+                done = out.nbytes
+            at += done
 
     def _oldest(self, start: int, nbytes: int) -> list[tuple[int, int]]:
         """One more write is on its way: those that are to be waited for now."""
@@ -235,19 +262,19 @@ class LocalWriter(Writer):
         self._fd = -1
 
 
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def _failing_as_storage(path: str) -> Iterator[None]:
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        raise StorageError(path, error) from error
 
 
 class LocalStore(Store):
     """A directory of the local file system."""
 
     alignment = ALIGNMENT
+    appears_whole = renames = holds = True
 
     def __init__(self, path: str) -> None:
         self.url = os.path.abspath(os.path.expanduser(path))
@@ -265,16 +292,36 @@ class LocalStore(Store):
         return status.st_size
 
     def exists(self, path: str) -> bool:
-        return os.path.exists(self._full(path))
+        try:
+            os.stat(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:  # a disk or server that does not answer says nothing about the file
+            raise StorageError(self._full(path), error) from error
+        return True
 
     def list(self, path: str = "") -> Sequence[str]:
+        return self._entries(path, follow=True)
+
+    def _entries(self, path: str, *, follow: bool) -> Sequence[str]:
         try:
             with os.scandir(self._full(path)) as entries:
-                return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+                return sorted(entry.name + "/" * entry.is_dir(follow_symlinks=follow) for entry in entries)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise StorageError(self._full(path), error) from error
+
+    def files(self, path: str = "") -> Iterator[str]:
+        folder = f"{path}/" if path else ""
+        for name in self._entries(path, follow=False):
+            if name.endswith("/"):
+                yield from self.files(folder + name.rstrip("/"))
+            else:
+                yield folder + name
+
+    def is_link(self, path: str = "") -> bool:
+        return os.path.islink(self._full(path))
 
     def read_into(self, path: str, start: int, out: Bytes) -> None:
         with self.reader(path) as reader:
@@ -284,37 +331,66 @@ class LocalStore(Store):
         return LocalReader(self, path, self._full(path))
 
     def put(self, path: str, data: bytes) -> None:
-        full = self._full(path)
-        folder = os.path.dirname(full)
-        try:
-            os.makedirs(folder, exist_ok=True)
-            fd, part = tempfile.mkstemp(prefix=os.path.basename(full) + ".", suffix=".part", dir=folder)
+        with _failing_as_storage(full := self._full(path)):
+            atomic.put(full, data)
+
+    def put_if_absent(self, path: str, data: bytes, part: str = "") -> bool:
+        with _failing_as_storage(full := self._full(path)):
+            return atomic.put_if_absent(full, data, part and self._full(part))
+
+    def put_if_unchanged(self, path: str, data: bytes, known: bytes, part: str = "") -> bool:
+        with _failing_as_storage(full := self._full(path)):
+            return atomic.put_if_unchanged(full, data, known, part and self._full(part))
+
+    def copy(self, path: str, to: str) -> None:
+        writer = LocalWriter(self._full(to), self.size(path))
+        with writer, LocalReader(self, path, self._full(path)) as reader:
+            writer.copy_from(reader)
+
+    def rename(self, path: str, to: str) -> None:
+        with _failing_as_storage(full := self._full(to)):
+            atomic.rename(self._full(path), full)
+            sync_directory(os.path.dirname(full))
+
+    def exchange(self, path: str, other: str) -> None:
+        with _failing_as_storage(full := self._full(other)):
+            if not atomic.exchange(self._full(path), full):
+                raise UnsupportedError(full, "can't be exchanged in one step on this system")
+            sync_directory(os.path.dirname(full))
+
+    def link(self, path: str, to: str) -> None:
+        one, other = self._full(path), self._full(to)
+        with _failing_as_storage(other):
             try:
-                with os.fdopen(fd, "wb") as file:
-                    os.fchmod(fd, 0o644)
-                    file.write(data)
-                    file.flush()
-                    os.fsync(fd)
-                os.replace(part, full)
-            except BaseException:
-                os.unlink(part)
-                raise
-            sync_directory(folder)
-        except OSError as error:
-            raise StorageError(full, error) from error
+                os.link(one, other, follow_symlinks=False)
+            except (OSError, NotImplementedError):
+                shutil.copy2(one, other, follow_symlinks=False)
+
+    def hold(self, path: str) -> Hold:
+        return hold.hold(self._full(path))
+
+    def claim(self, path: str) -> Hold | None:
+        return hold.claim(self._full(path))
 
     def writer(self, path: str, size: int) -> Writer:
         return LocalWriter(self._full(path), size)
 
     def remove(self, path: str = "") -> None:
-        full = self._full(path)
-        try:
-            if os.path.isdir(full) and not os.path.islink(full):
-                shutil.rmtree(full)
-            elif os.path.lexists(full):
-                os.unlink(full)
-        except OSError as error:
-            raise StorageError(full, error) from error
+        full = self._link_on_the_way(path) or self._full(path)
+        with _failing_as_storage(full):
+            try:
+                if stat.S_ISDIR(os.lstat(full).st_mode):
+                    shutil.rmtree(full)
+                else:
+                    os.unlink(full)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+
+    def _link_on_the_way(self, path: str) -> str | None:
+        """The first symbolic link that `path` leads through, below this directory."""
+        parts = path.split("/")
+        found = (self._full("/".join(parts[:n])) for n in range(1, len(parts)))
+        return next((full for full in found if os.path.islink(full)), None)
 
     def sub(self, path: str) -> LocalStore:
         return LocalStore(self._full(path))

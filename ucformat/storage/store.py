@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ucformat.errors import FormatError
+from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 
+COPIED_BYTES = 8 << 20  # at a time, where a file is copied through this process
 Bytes = NDArray[np.uint8]
 """A flat writable or readable byte buffer."""
 
@@ -109,14 +110,34 @@ class Reader:
         """Nothing is kept open unless a store overrides this."""
 
 
+class Hold:
+    """A file that this process has marked as in use: until `release`, or until the process ends, however it ends."""
+
+    def intact(self) -> bool:
+        """Whether the file is still there, and still the one that was marked. Raises StorageError."""
+        return True
+
+    def release(self) -> None:
+        """End it. Nothing happens the second time."""
+
+
 class Store(ABC):
-    """A directory or object prefix. Paths are relative, `/`-separated, and never leave it."""
+    """A directory or object prefix. Paths are relative, `/`-separated, and never leave it.
+
+    What not every store can do is told by fields: formats ask for these, never for the class of a store.
+    """
 
     url: str
     alignment: int = 1
     """Reads and writes that start, end and lie in memory at multiples of this many bytes are fastest."""
     streams: int = 0
     """Requests at a time that are fastest, each of some MiB. 0: a disk, which wants to be read in order, in small steps."""
+    appears_whole: bool = False
+    """Whether a file is visible under its name only once its writer was closed, even if the process is killed before."""
+    renames: bool = False
+    """Whether `rename`, `exchange` and `link` work. Without them, directories can't be put into place in one step."""
+    holds: bool = False
+    """Whether `hold` and `claim` tell files of living processes from those that nobody uses any more."""
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -144,11 +165,90 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, path: str = "") -> None:
-        """Remove a file or a whole directory; nothing happens when it is not there."""
+        """Remove a file or a whole directory; nothing happens when it is not there.
+
+        Symbolic links are never followed: where `path` is one, or leads through one, the link goes and what it leads to stays.
+        """
 
     @abstractmethod
     def sub(self, path: str) -> Store:
         """The store of a directory inside this one."""
+
+    def files(self, path: str = "") -> Iterator[str]:
+        """Paths of all files below a directory, relative to the store. A symbolic link is a file, wherever it leads."""
+        folder = f"{path}/" if path else ""
+        for name in self.list(path):
+            if name.endswith("/"):
+                yield from self.files(folder + name.rstrip("/"))
+            else:
+                yield folder + name
+
+    def is_link(self, path: str = "") -> bool:
+        """Whether a path is a symbolic link, where the store has any."""
+        return False
+
+    def put_if_absent(self, path: str, data: bytes, part: str = "") -> bool:
+        """As `put`, unless a file of that name is there: then nothing happens. Whether it was written.
+
+        Of several processes that do this at the same time one succeeds, where the store can tell them apart. `part` is the
+        name under which a store that needs one keeps the bytes before; its folder must exist. Raises StorageError; then the
+        file may be there all the same. When it is there but could not be made durable, that is logged.
+        """
+        if self.exists(path):
+            return False
+        self.put(path, data)
+        return True
+
+    def put_if_unchanged(self, path: str, data: bytes, known: bytes, part: str = "") -> bool:
+        """Replace a small file atomically if its content is still `known`; whether it was replaced.
+
+        Otherwise as `put_if_absent`.
+        """
+        try:
+            if self.read(path) != known:
+                return False
+        except MissingFileError:
+            return False
+        self.put(path, data)
+        return True
+
+    def copy(self, path: str, to: str) -> None:
+        """Copy a file within the store, by the store itself or as shared blocks where it can.
+
+        Raises MissingFileError, StorageError.
+        """
+        size = self.size(path)
+        with self.writer(to, size) as writer:
+            for start in range(0, size, COPIED_BYTES):
+                out = np.empty(min(COPIED_BYTES, size - start), dtype=np.uint8)
+                self.read_into(path, start, out)
+                writer.write(start, out)
+
+    def rename(self, path: str, to: str) -> None:
+        """Give a file or directory another name in one step. Only an empty directory may have that name before.
+
+        Raises ConflictError when something else has it, StorageError. Only where `renames`.
+        """
+        raise UnsupportedError(f"{self.url}/{path}", "can't be renamed: this storage has no such operation")
+
+    def exchange(self, path: str, other: str) -> None:
+        """Swap the names of two directories in one step. Raises UnsupportedError where the system can't, StorageError."""
+        raise UnsupportedError(f"{self.url}/{path}", "can't be exchanged: this storage has no such operation")
+
+    def link(self, path: str, to: str) -> None:
+        """Let a file have another name, too; a copy where there are no such links. A symbolic link is made again.
+
+        Raises StorageError. Only where `renames`.
+        """
+        raise UnsupportedError(f"{self.url}/{path}", "can't be linked: this storage has no such operation")
+
+    def hold(self, path: str) -> Hold:
+        """Mark a file as in use by this process. Several processes may hold the same. Raises MissingFileError, StorageError."""
+        return Hold()
+
+    def claim(self, path: str) -> Hold | None:
+        """Hold a file alone; None while a living process holds it. Where the store has no `holds`: as `hold`."""
+        return Hold()
 
     def reader(self, path: str) -> Reader:
         """Keep a file open for several reads by one thread."""

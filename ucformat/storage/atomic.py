@@ -1,0 +1,214 @@
+"""Changes of a local directory that happen in one step: a file appears, is replaced, or names are given, or nothing happens.
+
+Nothing here relies on exclusive creation of files, which some network file systems only pretend: a file gets its name by `link`,
+which fails where the name is taken, or by `rename`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ucformat.errors import ConflictError, StorageError
+
+_AT_FDCWD = -100  # Linux: paths are relative to the working directory
+_NOREPLACE, _EXCHANGE = 1, 2  # Linux: flags of renameat2
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+LOCK_S = 30.0  # for another process that replaces the same file; it needs milliseconds
+_POLL_S = 0.01
+_LOG = logging.getLogger(__name__)
+
+
+def put(path: str, data: bytes, part: str = "") -> None:
+    """Write a small file durably under its name, replacing one of that name. Raises OSError."""
+    with _written(path, data, part) as new:
+        os.replace(new, path)
+    sync_directory(os.path.dirname(path))
+
+
+def put_if_absent(path: str, data: bytes, part: str = "") -> bool:
+    """As `put`, where no file has that name; whether it did. Raises OSError; once the file is there, it only logs."""
+    with _written(path, data, part) as new:
+        if not _name(new, path):
+            return False
+    _sync_committed(path)
+    return True
+
+
+def put_if_unchanged(path: str, data: bytes, known: bytes, part: str = "") -> bool:
+    """As `put`, where the file still holds `known`; whether it did. Raises OSError; once it is replaced, it only logs."""
+    with _written(path, data, part) as new, _alone(path) as fd:
+        if fd is None or os.pread(fd, len(known) + 1, 0) != known:
+            return False
+        os.replace(new, path)
+    _sync_committed(path)
+    return True
+
+
+@contextmanager
+def _written(path: str, data: bytes, part: str) -> Iterator[str]:
+    """The data, durable, under a name that nobody else uses, which is gone at the end. Permissions are those of any new file."""
+    if not part:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        part = f"{path}.{secrets.token_hex(6)}.part"
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            done = 0
+            while done < len(data):
+                done += os.write(fd, data[done:])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield part
+    finally:
+        with suppress(FileNotFoundError):  # it has its final name
+            os.unlink(part)
+
+
+def _name(part: str, path: str) -> bool:
+    """Give the file `part` the name `path`, too, or instead; False where another file has it."""
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        return _same(part, path)  # a server may have done it, and its answer got lost: the second try then fails
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _rename_where_free(part, path)
+    return True
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return os.path.samestat(os.stat(one), os.stat(other))
+    except FileNotFoundError:
+        return False
+
+
+def _rename_where_free(path: str, to: str) -> bool:
+    done = _renameat2(path, to, _NOREPLACE)
+    if done is None:  # neither links nor this: two processes that come here within microseconds can't be told apart
+        if os.path.lexists(to):
+            return False
+        os.rename(path, to)
+    return done is not False
+
+
+def _renameat2(path: str, to: str, flags: int) -> bool | None:
+    """Linux's call; False where a name is taken, None where the system or file system has it not. Raises OSError."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return None
+    if call(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(to), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _TAKEN:
+        return False
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY, 0):
+        return None
+    raise OSError(code, os.strerror(code), path, None, to)
+
+
+@contextmanager
+def _alone(path: str) -> Iterator[int | None]:
+    """The file at `path`, open and locked against others that would replace it; None where there is none.
+
+    Where the file system has no locks, it is open only: then two replacements within microseconds can't be told apart.
+    """
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        fd = _open(path)
+        if fd is None:
+            yield None
+            return
+        try:
+            if _lock(fd, path, deadline) and _is_at(fd, path):
+                yield fd
+                return
+        finally:
+            os.close(fd)  # the lock goes with it
+
+
+def _open(path: str) -> int | None:
+    for flags in (os.O_RDWR, os.O_RDONLY):  # network file systems lock only what may be written
+        try:
+            return os.open(path, flags | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if flags == os.O_RDONLY or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+    raise AssertionError
+
+
+def _lock(fd: int, path: str, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise StorageError(path, f"another process has kept it locked for {LOCK_S:.0f} s") from None
+            time.sleep(_POLL_S)
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return True
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def rename(path: str, to: str) -> None:
+    """Give a file or directory a name that is free, or that of an empty directory. Raises ConflictError, OSError."""
+    if _renameat2(path, to, _NOREPLACE):
+        return
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        try:
+            os.rename(path, to)  # never takes the place of a file, nor of a directory that is not empty
+        except OSError as error:
+            if error.errno in (*_TAKEN, errno.ENOTDIR):
+                raise ConflictError(to, "something else has this name by now") from error
+            raise
+        return
+    if not _name(path, to):
+        raise ConflictError(to, "another file has this name by now")
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def exchange(path: str, other: str) -> bool:
+    """Swap two names; False where the system can't. Raises OSError."""
+    return bool(_renameat2(path, other, _EXCHANGE))
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_committed(path: str) -> None:
+    """Everybody sees the file by now: that its name may not outlive a power cut is no failure."""
+    try:
+        sync_directory(os.path.dirname(path))
+    except OSError as error:
+        _LOG.warning("%s: written, but its directory could not be synced: %s", path, error)
