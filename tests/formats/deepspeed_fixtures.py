@@ -18,6 +18,10 @@ from ucformat.reshard.reading.lazy import read
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 REFUSED = {"pp2dp2": "pipeline", "tp2": "tensor", "moe": "mixture of experts", "uni": "universal"}
 KINDS = sorted(path.name for path in DATA.iterdir() if path.is_dir() and path.name not in REFUSED)
+MORE = DATA.parent / "deepspeed_more"
+"""Other models and optimizers."""
+NUMBERED = {"z0", "z0two", "z0sgd", "z0frozen"}
+"""ZeRO-0 in fp32: nothing proves which number is which parameter."""
 TWIN = {"z2rr": "z2n2", "z2rrtwo": "z2twobf16n3"}
 """Round-robin runs → the same run without it. DeepSpeed's own dump of the former is wrong, so the latter's is the truth."""
 

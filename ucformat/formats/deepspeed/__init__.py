@@ -43,8 +43,9 @@ detect = found_files.detect
 def open_catalog(source: Source) -> Catalog:
     """The catalog of a run folder (with `latest`), a tag folder, or a Trainer's checkpoint folder.
 
-    Reads the directory and pickle of each file, and no tensor data. Raises UnsupportedError for parallelism and offloading
-    that a later release reads, MissingFileError and FormatError naming files that are missing, left over, or damaged.
+    Reads the directory and pickle of each file, and of tensors what it takes to prove whose the optimizer's state is. Raises
+    UnsupportedError for parallelism and offloading that a later release reads, MissingFileError and FormatError naming
+    files that are missing, left over, or damaged.
     """
     files = found_files.discover(source)
     if 0 not in files.model:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.deepspeed import plain, zero
+from ucformat.formats.deepspeed.evidence import same_values
 from ucformat.formats.deepspeed.flat import ParameterSlices
 from ucformat.formats.deepspeed.optim import RankOptim, flat_tensor, mapping
 from ucformat.formats.deepspeed.records import Opened, dense, numel, state, weight
@@ -69,7 +70,7 @@ def parse_model(tree: Mapping[Any, Any], file: str, ranks: Sequence[RankOptim]) 
 def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> OptimizerState:
     """Add weights and optimizer state of ZeRO-0, 1, 2 and BF16_Optimizer."""
     tensors = model.tensors
-    aliases = _tied(model)
+    aliases = _tied(opened, model)
     for name, tensor in tensors.items():
         if name not in aliases:
             opened.tensor(weight(name), tensor)
@@ -79,7 +80,7 @@ def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> Optim
                 raise FormatError(
                     model.file, f"{name!r} has shape {list(tensors[name].shape)} in module and {list(shape)} in param_shapes"
                 )
-        found = zero.add_optimizer(opened, ranks, model.shapes, lambda name: state(name, "fp32"))
+        found = zero.add_optimizer(opened, ranks, model.shapes, lambda name: state(name, "fp32"), tensors)
     else:
         trainable = {n: t for n, t in tensors.items() if n not in aliases and n not in model.buffers}
         found = plain.add_optimizer(opened, model.tree.get("optimizer"), trainable, model.file)
@@ -94,15 +95,21 @@ def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> Optim
     return found
 
 
-def _tied(model: Model) -> dict[str, str]:
-    """Tied name → owner: as recorded, and whatever lies at the same bytes. The owner is the one that is trained."""
+def _tied(opened: Opened, model: Model) -> dict[str, str]:
+    """Tied name → owner: as recorded where the values agree, and what lies at the same bytes. The owner is the trained one."""
     tensors, trained = model.tensors, model.trained
     aliases: dict[str, str] = {}
     for alias, owner in model.shared.items():
         same = alias in tensors and owner in tensors and tensors[alias].shape == tensors[owner].shape
         # DeepSpeed compares addresses, and all empty tensors have the same
-        if same and alias not in trained and numel(tensors[alias]):
+        if not same or alias in trained or not numel(tensors[alias]):
+            continue
+        if tensors[alias] == tensors[owner] or same_values(opened, tensors[alias], tensors[owner]):
             aliases[alias] = owner
+        else:
+            opened.remarks.append(
+                f"{alias!r} is recorded as tied to {owner!r}, and its values differ: kept as a weight of its own"
+            )
     owners: dict[tuple[object, ...], str] = {}
     for name in sorted(tensors, key=lambda name: name not in trained):
         tensor = tensors[name]
@@ -141,7 +148,11 @@ def add_sliced(
     masters = {group.master.dtype for group in ranks[0].groups}
     is_weight = {name for name in trained if name not in whole and {computed.get(name, "F32")} == masters}
     found = zero.add_optimizer(
-        opened, ranks, model.shapes, lambda name: weight(name) if name in is_weight else state(name, "fp32")
+        opened,
+        ranks,
+        model.shapes,
+        lambda name: weight(name) if name in is_weight else state(name, "fp32"),
+        {name: tensors[name] for name in whole},
     )
     for name in trained:
         if name in is_weight:

@@ -1,29 +1,24 @@
 """ZeRO-0: the optimizer inside the model file, unpartitioned, its state numbered instead of named.
 
-torch numbers parameters through the param groups in order, and each group lists them in the order of the model. So a number
-gets its name from shapes and order (and from values, where master weights are stored): when just one assignment fits,
-that is it. When several fit, nothing is guessed: the state is kept under its number.
+torch numbers parameters in the order in which the training script listed them, which need not be the order of the model. So a
+number gets a name when it is proven: by `param_names`, by a shape that just one parameter has, or by its master weight, which
+rounds to the model's weight (see `evidence`). Else nothing is guessed: the state keeps its numbers, in torch's own form.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ucformat.errors import FormatError
+from ucformat.formats.deepspeed.evidence import HEAD_ITEMS, Span, Weights, complete, items_of, settle
 from ucformat.formats.deepspeed.fused import add_fused
 from ucformat.formats.deepspeed.optim import flat_tensor, mapping, sequence
-from ucformat.formats.deepspeed.records import Opened, dense, head, state
+from ucformat.formats.deepspeed.records import Opened, dense, numel, state
 from ucformat.formats.deepspeed.zero import OptimizerState, add_step
 from ucformat.pickles.unpickle import StoredTensor
-from ucformat.values.tree import join_name
 
-_MAX_PATHS = 200_000  # states of the search for names; a model of some thousand parameters in two groups stays below
-_COMPARE_BYTES = 16 << 10  # enough of a parameter to tell it from another of its shape
 _FLAT = "fp32_groups_flat"  # fused optimizers: one flat buffer per group
 
 
@@ -38,7 +33,10 @@ class Numbered:
 
 
 def add_optimizer(opened: Opened, tree: object, module: Mapping[str, StoredTensor], file: str) -> OptimizerState:
-    """Add `optimizer/<parameter>/<state>`. `module` holds the parameters that may be trained, each tied one once."""
+    """Add `optimizer/<parameter>/<state>`. `module` holds the parameters that may be trained, each tied one once.
+
+    State whose parameters nothing proves is kept as torch has it, `optimizer/state/<number>/<state>`, and the remarks say so.
+    """
     found = OptimizerState()
     if tree is None:
         return found
@@ -51,47 +49,85 @@ def add_optimizer(opened: Opened, tree: object, module: Mapping[str, StoredTenso
     if _FLAT in outer:
         flat = sequence(outer[_FLAT], file, _FLAT)
         masters = [flat_tensor(tensor, file, f"fp32 weights of group {g}") for g, tensor in enumerate(flat)]
-        fused = add_fused(opened, masters, by_index, raw_groups, module, file)
-        if fused is None:
-            _keep_numbered(opened, by_index, raw_groups, dict(enumerate(masters)), found, file)
-            return found
-        fused.extra.update(found.extra)
-        return fused
+        return add_fused(opened, masters, by_index, raw_groups, module, found, file)
     groups = _numbered(raw_groups, by_index, outer.get("fp32_groups"), file)
-    assigned = _stored_names(raw_groups, module, groups) or assign(module, groups, _same_values(opened, module))
-    if assigned is None:
-        known = {entry.index: entry.master for group in groups for entry in group if entry.master is not None}
-        _keep_numbered(opened, by_index, raw_groups, known, found, file)
+    names = _names(opened, raw_groups, groups, module)
+    named = complete(names)
+    if named is None:
+        _keep_numbers(opened, by_index, raw_groups, groups, names, found, file)
         return found
-    for group, names, raw in zip(groups, assigned, raw_groups, strict=True):
-        for entry, name in zip(group, names, strict=True):
+    for group, members, raw in zip(groups, named, raw_groups, strict=True):
+        for entry, name in zip(group, members, strict=True):
             _add_entry(opened, name, entry, mapping(by_index.get(entry.index, {}), file, f"state {entry.index}"), found, file)
-        _add_hyper(opened, raw, names, found, file)
+        _add_hyper(opened, raw, members, found, file)
     return found
 
 
-def _keep_numbered(
+def _names(
+    opened: Opened,
+    raw_groups: Sequence[Mapping[Any, Any]],
+    groups: Sequence[Sequence[Numbered]],
+    module: Mapping[str, StoredTensor],
+) -> Sequence[Sequence[str | None]]:
+    """The name of each entry, as far as shapes, values, or names in the file prove it."""
+    mastered = any(entry.master is not None for group in groups for entry in group)
+    weights = Weights(opened, module) if mastered else None
+    shaped: dict[tuple[int, ...] | None, list[str]] = {None: list(module)}
+    for name, tensor in module.items():
+        shaped.setdefault(tensor.shape, []).append(name)
+    candidates = [[_candidates(opened, entry, module, shaped, weights) for entry in group] for group in groups]
+    stored = _stored_names(raw_groups, candidates)
+    return settle(candidates) if stored is None else stored
+
+
+def _candidates(
+    opened: Opened,
+    entry: Numbered,
+    module: Mapping[str, StoredTensor],
+    shaped: Mapping[tuple[int, ...] | None, Sequence[str]],
+    weights: Weights | None,
+) -> Sequence[str]:
+    """The parameters that an entry may be of."""
+    if weights is None or entry.master is None:
+        return shaped.get(entry.shape, ())
+    span = Span(entry.master, 0, numel(entry.master))
+    same = weights.rounding_of(span, items_of(opened, Span(entry.master, 0, min(span.items, HEAD_ITEMS))))
+    return [name for name in same if module[name].shape == entry.master.shape]
+
+
+def _keep_numbers(
     opened: Opened,
     by_index: Mapping[Any, Any],
     raw_groups: Sequence[Mapping[Any, Any]],
-    masters: Mapping[int, StoredTensor],
+    groups: Sequence[Sequence[Numbered]],
+    names: Sequence[Sequence[str | None]],
     found: OptimizerState,
     file: str,
 ) -> None:
-    """Keep state whose parameters can't be told under its number."""
-    for index, master in masters.items():
-        opened.tensor(f"deepspeed/optimizer_state/{index}/fp32", master)
-    for index, held in by_index.items():
-        for key, value in mapping(held, file, f"state {index}").items():
-            tensor = dense(value, file, f"{key} of parameter {index}")
-            if tensor is not None:
-                opened.tensor(join_name("deepspeed", "optimizer_state", str(index), str(key)), tensor)
-    found.extra["param_groups"] = [dict(group) for group in raw_groups]
-    if by_index or masters:
-        opened.remarks.append(
-            "the optimizer numbers its parameters, and shapes and order fit several names: "
-            "its state is kept as deepspeed/optimizer_state/<number>/<state>"
-        )
+    """Keep the optimizer as torch has it, by number. Master weights go under the name of their weight where it is proven."""
+    for group, named in zip(groups, names, strict=True):
+        for entry, name in zip(group, named, strict=True):
+            if entry.master is not None and name is not None:
+                opened.tensor(state(name, "fp32"), entry.master)
+                found.note(name, "fp32")
+            elif entry.master is not None:
+                opened.tensor(f"deepspeed/optimizer_state/{entry.index}/fp32", entry.master)
+    if by_index:
+        for index, held in by_index.items():
+            for key, value in mapping(held, file, f"state {index}").items():
+                dense(value, file, f"{key} of parameter {index}")
+        found.values["state"] = dict(by_index)
+    found.values["param_groups"] = [dict(group) for group in raw_groups]
+    mastered = any(entry.master is not None for group in groups for entry in group)
+    why = (
+        "several weights equal the rounded master weights of some, or none does"
+        if mastered
+        else "several parameters have the same shape, and in fp32 there are no master weights to compare"
+    )
+    opened.remarks.append(
+        f"the optimizer numbers its parameters, and nothing proves which is which ({why}): its state keeps the numbers, as "
+        "optimizer/state/<number>/<state>, in the order in which the training script listed the parameters"
+    )
 
 
 def _numbered(
@@ -115,100 +151,15 @@ def _numbered(
 
 
 def _stored_names(
-    raw_groups: Sequence[Mapping[Any, Any]], module: Mapping[str, StoredTensor], groups: Sequence[Sequence[Numbered]]
+    raw_groups: Sequence[Mapping[Any, Any]], candidates: Sequence[Sequence[Sequence[str]]]
 ) -> list[list[str]] | None:
-    """The names that newer torch optimizers keep (`param_names`), when they are all there and fit."""
+    """The names that newer torch optimizers keep (`param_names`), when they are all there and nothing speaks against them."""
     names = [raw.get("param_names") for raw in raw_groups]
-    if not all(isinstance(found, list) and len(found) == len(group) for found, group in zip(names, groups, strict=True)):
+    if not all(isinstance(found, list) and len(found) == len(group) for found, group in zip(names, candidates, strict=True)):
         return None
     listed: list[list[str]] = [list(found) for found in names if found is not None]
-    return listed if all(name in module for found in listed for name in found) else None
-
-
-Fits = Callable[[str, Numbered], bool]
-
-
-def assign(module: Mapping[str, StoredTensor], groups: Sequence[Sequence[Numbered]], same: Fits) -> list[list[str]] | None:
-    """The names of the entries of each group, when just one assignment fits; else None.
-
-    `same(name, entry)` is asked only when shapes and order leave several.
-    """
-    names = list(module)
-
-    def shaped(name: str, entry: Numbered) -> bool:
-        return entry.shape is None or entry.shape == module[name].shape
-
-    return _only(names, groups, shaped) or _only(names, groups, lambda name, entry: shaped(name, entry) and same(name, entry))
-
-
-def _only(names: Sequence[str], groups: Sequence[Sequence[Numbered]], fits: Fits) -> list[list[str]] | None:
-    """Walk the names in order; each is the next entry of some group, or untrained. None unless there is one way only."""
-    sizes = tuple(map(len, groups))
-    spare = len(names) - sum(sizes)
-    if spare < 0:
-        return None
-    layers: list[dict[tuple[int, ...], int]] = [{(0,) * len(groups): 1}]
-    paths = 0
-    for i, name in enumerate(names):
-        layer: dict[tuple[int, ...], int] = {}
-        for at, ways in layers[-1].items():
-            for step in _steps(name, at, groups, fits, may_skip=i - sum(at) < spare):
-                layer[step] = min(2, layer.get(step, 0) + ways)
-        paths += len(layer)
-        if paths > _MAX_PATHS:
-            return None
-        layers.append(layer)
-    if layers[-1].get(sizes) != 1:
-        return None
-    return _trace(names, groups, layers, fits)
-
-
-def _steps(
-    name: str, at: tuple[int, ...], groups: Sequence[Sequence[Numbered]], fits: Fits, *, may_skip: bool
-) -> list[tuple[int, ...]]:
-    """Positions after `name` was given to each group that can take it, or skipped."""
-    steps = [at] if may_skip else []
-    for g, position in enumerate(at):
-        if position < len(groups[g]) and fits(name, groups[g][position]):
-            steps.append((*at[:g], position + 1, *at[g + 1 :]))
-    return steps
-
-
-def _trace(
-    names: Sequence[str], groups: Sequence[Sequence[Numbered]], layers: Sequence[Mapping[tuple[int, ...], int]], fits: Fits
-) -> list[list[str]]:
-    """The one way through the layers, walked backwards."""
-    assigned: list[list[str]] = [[] for _ in groups]
-    at = tuple(map(len, groups))
-    for i in range(len(names) - 1, -1, -1):
-        for g, position in enumerate(at):
-            before = (*at[:g], position - 1, *at[g + 1 :])
-            if before in layers[i] and fits(names[i], groups[g][position - 1]):
-                assigned[g].insert(0, names[i])
-                at = before
-                break
-    return assigned
-
-
-def _same_values(opened: Opened, module: Mapping[str, StoredTensor]) -> Fits:
-    """Whether a master weight, rounded to the model's dtype, is the model's weight (as far as a first part of it tells)."""
-    known: dict[tuple[str, int], bool] = {}
-
-    def compare(name: str, entry: Numbered) -> bool:
-        weight, master = module[name], entry.master
-        if master is None or not (master.contiguous and weight.contiguous):
-            return True
-        items = min(math.prod(master.shape), _COMPARE_BYTES // 4)
-        heads = [head(opened, tensor, items) for tensor in (master, weight)]
-        return torch.equal(heads[0].to(heads[1].dtype), heads[1])
-
-    def same(name: str, entry: Numbered) -> bool:
-        key = (name, entry.index)
-        if key not in known:
-            known[key] = compare(name, entry)
-        return known[key]
-
-    return same
+    pairs = ((name, may) for found, group in zip(listed, candidates, strict=True) for name, may in zip(found, group, strict=True))
+    return listed if all(name in may for name, may in pairs) else None
 
 
 def _add_entry(opened: Opened, name: str, entry: Numbered, held: Mapping[Any, Any], found: OptimizerState, file: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucformat.errors import FormatError
+from ucformat.formats.deepspeed.evidence import check_positions
 from ucformat.formats.deepspeed.flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
 from ucformat.formats.deepspeed.optim import MAX_ITEMS, RankOptim, mapping, sequence
 from ucformat.formats.deepspeed.records import Opened, dense, state
@@ -60,11 +61,16 @@ def shape_dict(tree: object, file: str, what: str) -> Shapes:
 
 
 def add_optimizer(
-    opened: Opened, ranks: Sequence[RankOptim], shapes: Sequence[Shapes], master: Callable[[str], str]
+    opened: Opened,
+    ranks: Sequence[RankOptim],
+    shapes: Sequence[Shapes],
+    master: Callable[[str], str],
+    weights: Mapping[str, StoredTensor] | None = None,
 ) -> OptimizerState:
     """Add `optimizer/<parameter>/<state>` of every parameter; its master weight goes by the name `master(parameter)`.
 
-    Raises FormatError when files and shapes disagree.
+    `weights` are stored in the compute dtype: the master weights must round to them, which proves where each parameter lies.
+    Raises FormatError when files and shapes disagree, or masters are those of other parameters.
     """
     _same_structure(ranks)
     geometries = _geometries(ranks, shapes)
@@ -75,6 +81,9 @@ def add_optimizer(
     found = OptimizerState()
     for g, geometry in enumerate(geometries):
         _add_group(opened, geometry, ranks, g, master, found)
+        pieces = geometry.pieces([rank.groups[g].master.shape[0] for rank in ranks]) if weights else None
+        if weights and pieces is not None:
+            check_positions(opened, list(geometry.shapes), [rank.groups[g].master for rank in ranks], pieces, weights)
     found.values["param_groups"] = _param_groups(opened, ranks[0], geometries, found)
     return found
 
