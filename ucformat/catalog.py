@@ -138,6 +138,9 @@ class Notes:
     """Mesh axes (`dp`, `tp`, `pp`, …) to sizes, as far as known."""
     remarks: tuple[str, ...] = ()
     """What a user should know: classes shown as placeholders, parts left out, unusual choices of the reader."""
+    origin_layout: Mapping[str, str] = field(default_factory=dict)
+    """How the origin arranges what it holds, for a writer of the same format: each format has keys of its own, with its name
+    and a colon in front (`hf:unet` → `diffusion_pytorch_model`, the name of the weight files in that folder)."""
 
 
 @dataclass(frozen=True, slots=True)

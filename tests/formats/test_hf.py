@@ -19,9 +19,9 @@ from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
 from ucformat.errors import ExistsError, FormatError, MissingFileError, UcformatError, UnsupportedError
 from ucformat.formats import hf, sidecar_files
-from ucformat.formats.hf.writer import lay_out
+from ucformat.formats.hf.layout import lay_out
 from ucformat.formats.source import Source, locate
-from ucformat.formats.target import OutputBox, WriteJob
+from ucformat.formats.target import Companions, OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.storage.local import LocalStore
@@ -375,7 +375,10 @@ COMPANIONS = {
     "merges.txt",
     "modules.json",
     "README.md",
+    "source.spm",
+    "notes.json",
     "1_Pooling/config.json",
+    "additional_chat_templates/rag.jinja",
 }
 
 
@@ -387,14 +390,19 @@ def model_folder(tmp_path: Path) -> Path:
         "pytorch_model.bin",
         "training_args.bin",
         "optimizer.pt",
-        "2_Dense/model.safetensors",
-        "notes.json",
+        "other/model.safetensors",
     ):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+        path.write_text("[]" if name == "modules.json" else "{}" if name == "config.json" else name)
     save_file({"a": torch.ones(1)}, folder / "model.safetensors")
     return folder
+
+
+def gather(folder: Path) -> Companions:
+    """The files that travel along with the model in `folder`, as a conversion finds them."""
+    source = locate(str(folder))
+    return sidecar_files.gather(source, hf.folders_of(source.store), hf.weight_files(source))
 
 
 def files_of(folder: Path) -> set[str]:
@@ -402,16 +410,16 @@ def files_of(folder: Path) -> set[str]:
 
 
 def test_configuration_and_tokenizer_travel_and_weights_do_not(model_folder: Path, tmp_path: Path) -> None:
-    hf.write(job(tmp_path / "out", {"model/a": torch.ones(1)}, source=locate(str(model_folder))))
+    hf.write(job(tmp_path / "out", {"model/a": torch.ones(1)}, companions=gather(model_folder)))
     assert files_of(tmp_path / "out") == COMPANIONS | {"model.safetensors"}
     assert (tmp_path / "out/1_Pooling/config.json").read_text() == "1_Pooling/config.json"
 
 
 def test_companions_survive_a_format_that_keeps_them_in_a_folder(model_folder: Path, tmp_path: Path) -> None:
     between = open_store(str(tmp_path / "between"))
-    assert sidecar_files.carry(locate(str(model_folder)), between, sidecar_files.PREFIX) == ()
+    assert sidecar_files.carry(gather(model_folder), between, sidecar_files.PREFIX)
     assert files_of(tmp_path / "between/companions") == COMPANIONS
-    hf.write(job(tmp_path / "out", {"model/a": torch.ones(1)}, source=Source(between)))
+    hf.write(job(tmp_path / "out", {"model/a": torch.ones(1)}, companions=sidecar_files.gather(Source(between))))
     assert files_of(tmp_path / "out") == COMPANIONS | {"model.safetensors"}
 
 
@@ -419,9 +427,10 @@ def test_a_companion_that_is_too_large_is_left_and_told(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar_files, "MAX_BYTES", 10)
-    remarks = sidecar_files.carry(locate(str(model_folder)), open_store(str(tmp_path / "out")))
-    assert any("tokenizer.json" in text for text in remarks)
-    assert files_of(tmp_path / "out") == {"merges.txt", "README.md"}
+    found = gather(model_folder)
+    sidecar_files.carry(found, open_store(str(tmp_path / "out")))
+    assert any("tokenizer.json" in text for text in found.remarks)
+    assert "tokenizer.json" not in files_of(tmp_path / "out")
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -449,7 +458,7 @@ def test_transformers_loads_what_is_written(gpt2: tuple[Path, Any], tmp_path: Pa
     tied = {"transformer.wte.weight", "lm_head.weight"}
     state = {f"model/{name}": t for name, t in model.state_dict().items() if name == kept or name not in tied}
     aliases = {f"model/{(tied - {kept}).pop()}": f"model/{kept}"}
-    hf.write(job(tmp_path / "out", state, aliases=aliases, source=locate(str(folder)), max_file_bytes=limit))
+    hf.write(job(tmp_path / "out", state, aliases=aliases, companions=gather(folder), max_file_bytes=limit))
     strict(tmp_path / "out")
     answer: Any = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     again, info = answer

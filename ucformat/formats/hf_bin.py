@@ -1,30 +1,22 @@
 """Hugging Face directories of torch.save files: `pytorch_model.bin`, or numbered `.bin` shards with an index. Reading.
 
-Names are as in `hf`: `model/<name>`. Every shard is opened as `torchsave` opens a file: nothing in it is run.
+Names are as in `hf`: `model/<name>`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ucformat import values
-from ucformat.catalog import Catalog, CatalogBuilder, Notes
-from ucformat.errors import FormatError, UcformatError, UnsupportedError
-from ucformat.formats.hf.files import FileSet, read_each, read_index, shard_set
-from ucformat.formats.hf.writer import MODEL
+from ucformat.catalog import Catalog
+from ucformat.errors import UcformatError
+from ucformat.formats.hf import folders, model
+from ucformat.formats.hf.bins import INDEX_SUFFIX, has_weights
 from ucformat.formats.source import Source
-from ucformat.formats.torchsave import add_leaves, file_of, is_tensor, placeholders
-from ucformat.pickles.unpickle import TorchFile, open_torch_zip, to_values
-from ucformat.storage.store import Store
 
 NAME = "hf-bin"
-SUFFIX = ".bin"
-INDEX_SUFFIX = ".bin.index.json"
 OWNS = re.compile(r"((diffusion_)?pytorch|adapter)_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
-_STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
-"""Names that libraries look for. A Trainer puts other `.bin` files there, too (`training_args.bin`), which are no weights."""
+weight_files = model.weight_files
+folders_of = folders.parts
 
 
 def detect(source: Source) -> bool:
@@ -32,14 +24,9 @@ def detect(source: Source) -> bool:
     if source.file is not None:
         return source.file.endswith(INDEX_SUFFIX)
     try:
-        return any(name.endswith((INDEX_SUFFIX, SUFFIX)) and _stem(name) in _STEMS for name in source.store.list())
+        return has_weights(source.store.list())
     except UcformatError:
         return False
-
-
-def _stem(name: str) -> str:
-    """`pytorch_model` of `pytorch_model-00001-of-00002.bin`."""
-    return name.split(".", 1)[0].split("-", 1)[0]
 
 
 def open_catalog(source: Source) -> Catalog:
@@ -48,54 +35,4 @@ def open_catalog(source: Source) -> Catalog:
     Raises MissingFileError for a missing shard, FormatError (malformed, index and shards disagree), UnsupportedError (legacy
     form, sparse and quantised tensors), ChecksumError, UnsafePickleError.
     """
-    store, chosen = source.store, choose(source)
-    opened = read_each(store, chosen, open_torch_zip)
-    state: dict[str, Any] = {}
-    owner: dict[str, str] = {}
-    for file in opened:
-        for name, leaf in _state_dict(file, store).items():
-            if owner.setdefault(name, file.file) != file.file:
-                raise FormatError(
-                    f"{store.url}/{file.file}", f"{name!r} is in {owner[name]} too: which one is right can't be known"
-                )
-            state[name] = leaf
-    remarks = [*chosen.remarks, *_compare(chosen, owner, store)]
-    kept, leaves = values.split({MODEL: state}, is_tensor)
-    builder = CatalogBuilder(store)
-    add_leaves(builder, leaves, {file.file: file_of(store, file) for file in opened})
-    return builder.build(kept, Notes(NAME, remarks=(*remarks, *placeholders(kept))))
-
-
-def choose(source: Source) -> FileSet:
-    """The files of the checkpoint; of a single file and an index, the file: so do the loaders of the library."""
-    if source.file is not None:
-        return read_index(source.store, source.file, SUFFIX)
-    names = [name for name in source.store.list() if not name.endswith("/")]
-    for stem in _STEMS:
-        if stem + SUFFIX in names:
-            return FileSet((stem + SUFFIX,))
-        if stem + INDEX_SUFFIX in names:
-            return read_index(source.store, stem + INDEX_SUFFIX, SUFFIX)
-    shards = shard_set([name for name in names if _stem(name) in _STEMS], source.store.url, SUFFIX)
-    if not shards:
-        raise UnsupportedError(source.url, "several sets of weights: name an index or a file instead of the directory")
-    return FileSet(shards, remarks=("no index: names are taken from the shards",))
-
-
-def _state_dict(opened: TorchFile, store: Store) -> Mapping[str, Any]:
-    tree = to_values(opened.tree, opened.file)
-    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
-        raise FormatError(f"{store.url}/{opened.file}", "holds no state dict: a dict from names to tensors")
-    return tree
-
-
-def _compare(chosen: FileSet, owner: Mapping[str, str], store: Store) -> Sequence[str]:
-    """Remarks on names that an index leaves out. Raises FormatError when it says what is not so."""
-    if chosen.weight_map is None or chosen.index is None:
-        return ()
-    for name, file in chosen.weight_map.items():
-        if owner.get(name) != file:
-            found = f"but in {owner[name]}" if name in owner else "nor in any other file"
-            raise FormatError(f"{store.url}/{chosen.index}", f"tensor {name!r} is not in {file}, {found}")
-    extra = [name for name in owner if name not in chosen.weight_map]
-    return [f"{len(extra)} names are not in {chosen.index}, taken all the same: {', '.join(extra[:4])}"] if extra else ()
+    return model.open_catalog(source, NAME)

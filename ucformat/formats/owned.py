@@ -1,7 +1,7 @@
 """Which files of a directory belong to the checkpoint in it: those go when it is replaced, all others stay.
 
-A format that may be replaced has `OWNS`, a pattern of paths in the directory, and where names are free `choose(source)`, the
-set of files that its reader takes. Files that travel along with the model (`companions`) belong to the checkpoint, too.
+A format that may be replaced has `OWNS`, a pattern of paths in the directory, and where names are free
+`weight_files(source)`, the files that its reader takes. Files that travel along with the model belong to the checkpoint, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def owner(store: Store) -> Owns:
     if pattern is None:
         why = f"holds a checkpoint of the format {module.NAME}, which is never replaced: remove it yourself"
         raise UnsupportedError(store.url, why)
-    named, travels = _chosen(module, source), sidecar_files.owner(store.list())
+    named, travels = _chosen(module, source), sidecar_files.owner(store.list(), _folders(module, source))
     return lambda path: pattern.fullmatch(path) is not None or path in named or travels(path)
 
 
@@ -55,13 +55,22 @@ def remove(store: Store, paths: Sequence[str]) -> None:
 
 def _chosen(module: ModuleType, source: Source) -> frozenset[str]:
     """The files that the format's reader takes, where the directory is whole enough to tell."""
-    if not hasattr(module, "choose"):
+    if not hasattr(module, "weight_files"):
         return frozenset()
     try:
-        chosen = module.choose(source)
+        files: frozenset[str] = module.weight_files(source)
     except UcformatError:
         return frozenset()
-    return frozenset(chosen.files if chosen.index is None else (*chosen.files, chosen.index))
+    return files
+
+
+def _folders(module: ModuleType, source: Source) -> tuple[str, ...]:
+    """The folders that are parts of the model there."""
+    try:
+        folders: tuple[str, ...] = module.folders_of(source.store) if hasattr(module, "folders_of") else ()
+    except UcformatError:
+        return ()
+    return folders
 
 
 def walk(store: Store, skip: str = "", folder: str = "") -> Iterator[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.containers.file_image import ByteRequest, ByteSource
 from ucformat.dtypes import DTYPES
-from ucformat.formats.source import Source
 from ucformat.group import Group
 from ucformat.storage.store import Store
 
+_SHOWN = 6  # names in a remark
 MAX_FILE_BYTES = 4 << 30  # a size that object stores and file systems both take, and that spreads over ranks
 
 
@@ -37,6 +37,31 @@ class OutputBox:
 
 
 @dataclass(frozen=True, slots=True)
+class Companion:
+    """One file that travels with a model: where it lies in its store, and its path relative to a model directory."""
+
+    stored: str
+    path: str
+    size: int
+    digest: str = ""
+    """xxh3-64 of its bytes, where a commit record says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Files that travel with a model, where they come from, and a line on each kind of file that stays behind."""
+
+    store: Store | None = None
+    files: tuple[Companion, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    def without(self, paths: Collection[str], why: str) -> Companions:
+        """The others, with a remark that says why `paths` don't go along."""
+        kept = tuple(item for item in self.files if item.path not in paths)
+        return replace(self, files=kept, remarks=(*self.remarks, f"not copied, {why}: {shorten(sorted(paths))}"))
+
+
+@dataclass(frozen=True, slots=True)
 class WriteJob:
     """Everything a format's `write(job)` needs. Every rank of `group` holds an equal job and writes its share."""
 
@@ -49,8 +74,8 @@ class WriteJob:
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
     group: Group = field(default_factory=Group)
-    source: Source | None = None
-    """Where it comes from, for files that travel along (config, tokenizer)."""
+    companions: Companions = field(default_factory=Companions)
+    """Files that travel along (configuration, tokenizer)."""
     dtype: str | None = None
     """What the model's floating-point tensors were converted to, for the files that travel along; None: they were not."""
     max_file_bytes: int = MAX_FILE_BYTES
@@ -86,3 +111,8 @@ class WriteJob:
             self.fill([ByteRequest(pieces[part.piece], part.start, part.stop, part.out) for part in parts])
 
         return fill
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names) if len(names) <= _SHOWN else f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"

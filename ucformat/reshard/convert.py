@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import numpy as np
 
@@ -21,9 +22,11 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
 from ucformat.formats import native, owned, partial, sidecar_files
-from ucformat.formats.hf.writer import lay_out
+from ucformat.formats.hf.layout import lay_out
+from ucformat.formats.hf.writer import remarks as hf_remarks
+from ucformat.formats.hf.writer import without_adapter
 from ucformat.formats.source import Source, locate
-from ucformat.formats.target import MAX_FILE_BYTES, OutputBox, WriteJob
+from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, wants
@@ -201,14 +204,19 @@ def prepare(
         values=kept.values,
         aliases=kept.aliases,
         notes=replace(kept.notes, mesh=dict(layout.mesh) if layout is not None else {}),
-        source=_with_companions(source, kept),
+        companions=_companions(source, reader, kept),
         dtype=wanted_dtype,
         max_file_bytes=max_file_bytes,
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
     )
-    remarks = (*catalog.notes.remarks, *chosen.remarks(to))
-    return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), chosen, remarks)
+    remarks = [*catalog.notes.remarks, *chosen.remarks(to)]
+    if to == "hf":
+        planned = lay_out(job)
+        job = replace(job, companions=without_adapter(job.companions, planned))
+        remarks += hf_remarks(job, planned)
+    remarks += job.companions.remarks
+    return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), chosen, tuple(remarks))
 
 
 def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> ConvertReport:
@@ -249,10 +257,12 @@ def _dtype(name: str) -> str:
     return short
 
 
-def _with_companions(source: Source, catalog: Catalog) -> Source:
-    """Where the files that travel along lie: at the source, or in the checkpoint of a run that it led to."""
-    inner = Source(catalog.store)
-    return inner if not sidecar_files.found(source) and sidecar_files.found(inner) else source
+def _companions(source: Source, reader: ModuleType, catalog: Catalog) -> Companions:
+    """The files that travel along: those at the source, or in the checkpoint of a run that it led to."""
+    if hasattr(reader, "folders_of") and source.file is None:
+        return sidecar_files.gather(source, reader.folders_of(source.store), reader.weight_files(source))
+    found = sidecar_files.gather(source)
+    return found if found.files or catalog.store.url == source.store.url else sidecar_files.gather(Source(catalog.store))
 
 
 def _destination(dst: str, to: str) -> tuple[Store, str | None]:

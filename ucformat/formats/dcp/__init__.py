@@ -17,6 +17,7 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.containers.zip_read import checks_of
 from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
+from ucformat.formats import notes_file
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
 from ucformat.formats.dcp.writer import write
@@ -26,7 +27,7 @@ from ucformat.formats.torchstate import Nest, to_canonical
 from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, to_values
 
 NAME = "dcp"
-OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?", re.DOTALL)
+OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?|ucf_notes\.json", re.DOTALL)
 __all__ = ["NAME", "OWNS", "detect", "open_catalog", "write"]
 
 _MEGATRON = frozenset({"metadata.json", "common.pt"})  # Megatron's distributed checkpoints keep other things beside DCP's
@@ -76,7 +77,9 @@ def open_catalog(source: Source) -> Catalog:
         if isinstance(leaf, StoredKey):
             _add_tensor(builder, name, leaf, opened, numbers)
     step = kept.get("step") if isinstance(kept, dict) else None
-    return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept))))
+    layout = notes_file.read_origin_layout(store)
+    notes = Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept)), origin_layout=layout)
+    return builder.build(kept, notes)
 
 
 def _is_leaf(x: object) -> bool:

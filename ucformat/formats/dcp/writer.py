@@ -8,7 +8,6 @@ each of its names, as stock `load` wants every key.
 from __future__ import annotations
 
 import io
-import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from ucformat.containers.file_image import ByteRequest, stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
-from ucformat.formats import sidecar_files
+from ucformat.formats import notes_file, sidecar_files
 from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.staging import publish
 from ucformat.formats.target import OutputBox, WriteJob
@@ -34,7 +33,6 @@ from ucformat.values.codec import ArrayRef
 CHUNK_BYTES = 64 << 20  # of one item: stock readers load whole items, so this bounds their memory
 _TOP = "archive"  # the folder in each zip, as torch.save names it for buffers
 _VERSION = "1.0.0"  # of DCP's metadata
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +85,8 @@ def write(job: WriteJob) -> None:
                 _write_items(job, held, writer.write)
 
     def commit(store: Store) -> None:
-        for text in sidecar_files.carry(job.source, store, sidecar_files.PREFIX, job.dtype):
-            _LOG.warning("%s", text)
+        sidecar_files.carry(job.companions, store, sidecar_files.PREFIX, job.dtype)
+        notes_file.put(store, job.notes)
         store.put(FILE, _metadata(job, specs, paths, placed))
 
     publish(job, write_mine, commit, last=FILE)

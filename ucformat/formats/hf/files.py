@@ -9,11 +9,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ucformat.containers.safetensors_header import Header, HeaderEntry, distinct, read_header
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
+from ucformat.formats.hf.stems import STEMS
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store, safe_path
 
@@ -24,8 +25,6 @@ MAX_INDEX_BYTES = 256 << 20  # a million names; an index is no place for data
 HEADER_THREADS = 8  # headers are small, their latency on object stores is not
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.safetensors|\.bin)")
-STEMS = ("model", "diffusion_pytorch_model", "pytorch_model")
-"""Names that libraries look for, in order of preference, where a directory holds several sets of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,30 @@ class FileSet:
     weight_map: Mapping[str, str] | None = None
     total_size: int | None = None
     remarks: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files have in common: `model` of `model-00001-of-00002.safetensors`."""
+        first = self.files[0].rpartition("/")[2] if self.files else ""
+        shard = _SHARD.fullmatch(first)
+        return shard["stem"] if shard else first.rpartition(".")[0]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All files, the index too."""
+        return self.files if self.index is None else (*self.files, self.index)
+
+    def within(self, folder: str) -> FileSet:
+        """The same set, with paths from the directory that holds `folder`."""
+        if not folder:
+            return self
+        return replace(
+            self,
+            files=tuple(f"{folder}/{file}" for file in self.files),
+            index=None if self.index is None else f"{folder}/{self.index}",
+            weight_map=None if self.weight_map is None else {k: f"{folder}/{v}" for k, v in self.weight_map.items()},
+            remarks=tuple(f"{folder}: {text}" for text in self.remarks),
+        )
 
 
 def choose(source: Source) -> FileSet:

@@ -108,7 +108,7 @@ def open_catalog(source: Source) -> Catalog:
         if target not in names or alias in names:
             raise FormatError(where, f"alias {alias!r} of {target!r} does not name a stored tensor, or hides one")
     files = tuple(File(shard.file, shard.size, ShardChecks(shard, record.block_bytes)) for shard in record.shards)
-    notes = Notes(record.origin, record.step, record.mesh, record.remarks)
+    notes = Notes(record.origin, record.step, record.mesh, record.remarks, record.origin_layout)
     values = trees.decode(bytes(record.values), where)
     return Catalog(index.tensors, index.fragments, files, store, values, record.aliases, notes)
 
@@ -322,6 +322,7 @@ def commit(store: Store, generation: Generation, tables: Sequence[ShardTable], c
         mesh=contents.notes.mesh,
         origin=contents.notes.origin or NAME,
         remarks=contents.notes.remarks,
+        origin_layout=dict(sorted(contents.notes.origin_layout.items())),
         companions=contents.companions,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         writer=WRITER,
@@ -349,9 +350,7 @@ def write(job: WriteJob) -> None:
         tables = _write_shards(job, generation)
         with group.together(f"committing {store.url}"):
             if group.rank == 0:
-                carried, remarks = _carry(job, generation)
-                notes = replace(job.notes, remarks=(*job.notes.remarks, *remarks))
-                commit(store, generation, tables, Contents(job.values, job.aliases, notes, carried))
+                commit(store, generation, tables, Contents(job.values, job.aliases, job.notes, _carry(job, generation)))
                 owned.remove(store, foreign)
     except BaseException as error:
         if group.rank == 0 and (isinstance(error, Exception) or group.size == 1):  # else other ranks may still be writing
@@ -373,14 +372,13 @@ def _write_shards(job: WriteJob, generation: Generation) -> list[ShardTable]:
     return [table for number in sorted(merged) for table in merged[number]]
 
 
-def _carry(job: WriteJob, generation: Generation) -> tuple[tuple[FileRecord, ...], tuple[str, ...]]:
-    """Copy the files that travel along; their records and what was left behind."""
-    remarks = sidecar_files.carry(job.source, job.store, generation.companions, job.dtype)
+def _carry(job: WriteJob, generation: Generation) -> tuple[FileRecord, ...]:
+    """Copy the files that travel along; their records."""
     records = []
-    for path in sidecar_files.walk(job.store, generation.companions):
-        data = job.store.read(generation.companions + path)
-        records.append(FileRecord(generation.companions + path, len(data), hex_digest(data)))
-    return tuple(records), remarks
+    for path in sidecar_files.carry(job.companions, job.store, generation.companions, job.dtype):
+        data = job.store.read(path)
+        records.append(FileRecord(path, len(data), hex_digest(data)))
+    return tuple(records)
 
 
 # -- repair ------------------------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     origin: str = "native"
     """The format that the state was converted from."""
     remarks: tuple[str, ...] = ()
+    origin_layout: dict[str, str] = {}
+    """How the origin arranged its files and names, see `catalog.Notes`."""
     companions: tuple[FileRecord, ...] = ()
     """Files that travel along (configuration, tokenizer); what follows the first `/` is their path beside the model."""
     created: str = ""

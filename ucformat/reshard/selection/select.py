@@ -13,7 +13,7 @@ from ucformat import formats
 from ucformat import values as trees
 from ucformat.catalog import Catalog
 from ucformat.errors import UnsupportedError
-from ucformat.formats.hf.writer import METADATA_KEY
+from ucformat.formats.hf.layout import METADATA_KEY
 
 _SHOWN = 5  # names in a remark before "and N more"
 _OPAQUE_SHOWN = 20
