@@ -30,6 +30,7 @@ from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, Write
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, wants
+from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.selection.mesh_layout import MeshLayout, cut
 from ucformat.reshard.selection.select import Chosen, choose
 from ucformat.storage.open import open_store
@@ -144,7 +145,8 @@ def convert(
 
     `select` and `exclude` are globs over names (`model/*`; one without wildcards means itself and all below it).
     `dtype` converts the floating-point tensors of the model (F64, F32, F16, BF16 among each other); optimizer state,
-    integers and scaled formats (fp8, fp4) are never converted. Raises what `prepare` and the target's writer raise; then
+    integers and scaled formats (fp8, fp4) are never converted. Of mixed-precision runs that keep master weights (DeepSpeed),
+    converted weights are made of those, so that F32 is exact. Raises what `prepare` and the target's writer raise; then
     `dst` is as it was.
     """
     group = Group() if group is None else group
@@ -189,7 +191,10 @@ def prepare(
     catalog = reader.open_catalog(source)
     store, file = _destination(dst, to)
     _check_destination(src, dst, to, store, file, overwrite)
-    chosen = choose(catalog, to, select, exclude, src)
+    masters = master_weights.converted_weights(catalog, wanted_dtype)
+    chosen = choose(master_weights.from_their_masters(catalog, masters), to, select, exclude, src)
+    masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
+    chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
     kept = chosen.catalog
     specs = _converted(kept.tensors, wanted_dtype)
     pieces, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
@@ -210,7 +215,8 @@ def prepare(
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
     )
-    remarks = [*catalog.notes.remarks, *chosen.remarks(to)]
+    exact = [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
+    remarks = [*catalog.notes.remarks, *exact, *chosen.remarks(to)]
     if to == "hf":
         planned = lay_out(job)
         job = replace(job, companions=without_adapter(job.companions, planned))
