@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,45 @@ if TYPE_CHECKING:
     from ucformat.box import Box
 
 
+_LONGEST_MESSAGE = 4000  # characters; a hostile file may hold names of megabytes
+_CONTROLS = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+"""What a terminal acts on instead of showing it: controls, escapes, changes of direction; and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """`text` with everything that a terminal would act on, or UTF-8 can't hold, written as an escape."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class _Brief(reprlib.Repr):
+    """Like `repr`, in time and length that do not grow with the value."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, limit, limit
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 256 else f"<integer of {x.bit_length()} bits>"
+
+
+def brief(value: object, limit: int = 80) -> str:
+    """A short `repr` of anything a file may hold: never deep, never long, however often its parts are shared."""
+    text = _Brief(limit).repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class UcformatError(Exception):
-    """Base of all errors raised on purpose. They can be pickled, so that a rank can raise what another rank met."""
+    """Base of all errors raised on purpose. They can be pickled, so that a rank can raise what another rank met.
+
+    Messages are safe to print: neither endless nor with control characters.
+    """
 
     failures: Mapping[int, str] = MappingProxyType({})
     """Rank → message, where several ranks acted together and some of them failed; else empty."""
+
+    def __str__(self) -> str:
+        text = "\n".join(map(printable, super().__str__().split("\n")))
+        return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}… ({len(text)} characters)"
 
     def __reduce__(self) -> tuple[Callable[..., UcformatError], tuple[object, ...]]:
         return _rebuild, (type(self), self.args, {name: _portable(fact) for name, fact in vars(self).items()})

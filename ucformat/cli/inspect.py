@@ -101,7 +101,7 @@ def _document(path: str, name: str, catalog: Catalog, fragments: bool) -> dict[s
         "files": [{"path": file.path, "size": file.size} for file in catalog.files],
         "tensors": list(_rows(catalog, fragments)),
         "aliases": dict(catalog.aliases),
-        "values": msgspec.Raw(encode(catalog.values)),
+        "values": msgspec.json.decode(encode(catalog.values)),
         "remarks": catalog.notes.remarks,
     }
 

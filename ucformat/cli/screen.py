@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
+from ucformat.errors import printable
+
 if TYPE_CHECKING:
     from ucformat.group import Group
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_BEYOND_JSON = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What JSON leaves in strings as it is, and a terminal acts on."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 
 
@@ -27,21 +31,31 @@ def is_leader() -> bool:
 
 
 def say(text: str) -> None:
-    """A line of the result, on standard output."""
+    """A line of the result, on standard output. Names come from files: what a terminal would act on is escaped."""
     if is_leader():
-        typer.echo(text)
+        typer.echo(printable(text))
 
 
 def say_json(value: object) -> None:
     """The result as one JSON document on standard output."""
     if is_leader():
-        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+        text = msgspec.json.format(msgspec.json.encode(_text(msgspec.to_builtins(value))), indent=2).decode()
+        typer.echo(_BEYOND_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def _text(value: object) -> object:
+    """`value`, whose strings JSON can hold: the bytes of a file name need not be UTF-8."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_text(key): _text(item) for key, item in value.items()}
+    return [_text(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def remark(text: str) -> None:
     """Something the user should know, on standard error."""
     if is_leader():
-        typer.echo(f"note: {text}", err=True)
+        typer.echo(f"note: {printable(text)}", err=True)
 
 
 class _Notes(logging.Handler):
@@ -61,7 +75,7 @@ def listen() -> None:
 
 def tell_error(error: Exception, expected: bool) -> None:
     """One line on standard error: the message, and the kind of error when it is not one of ours."""
-    message = " ".join(str(error).split())
+    message = printable(" ".join(str(error).split()))
     if expected:
         typer.echo(f"error: {message} [{type(error).__name__}]", err=True)
     else:

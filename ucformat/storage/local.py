@@ -26,6 +26,7 @@ import numpy as np
 from ucformat.errors import FormatError, MissingFileError, StorageError, UnsupportedError
 from ucformat.storage import atomic, hold
 from ucformat.storage.atomic import sync_directory
+from ucformat.storage.regular_file import open_regular, refuse_special
 from ucformat.storage.store import COPIED_BYTES, Bytes, Hold, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
@@ -123,7 +124,7 @@ class LocalReader(Reader):
         super().__init__(store, path)
         self._full = full
         try:
-            self.fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = open_regular(full, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
             raise MissingFileError(full) from None
         except OSError as error:
@@ -277,10 +278,17 @@ class LocalStore(Store):
     appears_whole = renames = holds = True
 
     def __init__(self, path: str) -> None:
+        if "\0" in path:
+            raise MissingFileError(path, "a path can't hold a zero byte")
         self.url = os.path.abspath(os.path.expanduser(path))
 
     def _full(self, path: str) -> str:
-        return os.path.join(self.url, safe_path(path, self.url)) if path else self.url
+        full = os.path.join(self.url, safe_path(path, self.url)) if path else self.url
+        try:
+            os.fsencode(full)
+        except UnicodeEncodeError:  # half a character, out of some JSON: no file is called so
+            raise MissingFileError(full, "no file can have this name") from None
+        return full
 
     def size(self, path: str) -> int:
         try:
@@ -289,6 +297,7 @@ class LocalStore(Store):
             raise MissingFileError(self._full(path)) from None
         except OSError as error:
             raise StorageError(self._full(path), error) from error
+        refuse_special(self._full(path), status.st_mode)
         return status.st_size
 
     def exists(self, path: str) -> bool:

@@ -21,6 +21,7 @@ from ucformat.formats.native.shard import hex_digest
 from ucformat.formats.snapshot import SlotRecord, rank_name, read_slot
 from ucformat.snapshot.slots.slotfile import attach_table, holds
 from ucformat.storage.local import LocalStore
+from ucformat.storage.regular_file import open_regular
 from ucformat.storage.store import Bytes, Store, Writer
 
 CHUNK_BYTES = 4 << 20  # a multiple of every block size in use; long enough for full disk speed
@@ -48,7 +49,7 @@ class HeldSlot:
     def image(self) -> Bytes:
         """The whole slot, mapped read-only. Reading it costs no copy, and direct I/O can write it out as it lies."""
         try:
-            fd = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(self.file, os.O_RDONLY)
         except FileNotFoundError:
             raise MissingFileError(self.file) from None
         try:

@@ -16,6 +16,7 @@ from ucformat.formats.snapshot import LOCK, rank_name, record_name
 from ucformat.snapshot.slots.filelock import FileLock
 from ucformat.snapshot.slots.free_memory import PART
 from ucformat.snapshot.slots.slotfile import forget, read_record
+from ucformat.storage.regular_file import open_regular
 
 FENCE = "restored.json"
 BESIDE_S = 5.0  # for other ranks that see to the same directory of a rank that is no more; each takes moments
@@ -35,9 +36,9 @@ class Fence(msgspec.Struct, frozen=True):
 def read_fence(folder: str) -> Fence | None:
     """The fence in a rank's directory; None where there is none that can be read."""
     try:
-        with open(f"{folder}/{FENCE}", "rb") as file:
+        with open(f"{folder}/{FENCE}", "rb", opener=open_regular) as file:
             return msgspec.json.decode(file.read(), type=Fence)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, UcformatError, msgspec.DecodeError, RecursionError):
         return None
 
 

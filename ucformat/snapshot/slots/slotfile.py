@@ -23,6 +23,7 @@ from ucformat.formats.native.shard import ShardLayout, hex_digest
 from ucformat.formats.snapshot import SlotRecord, decode_slot, encode_slot, rank_name, record_name, slot_name
 from ucformat.snapshot.slots.free_memory import MEMORY_KINDS, PART, filesystem, room
 from ucformat.storage.local import ALIGNMENT
+from ucformat.storage.regular_file import open_regular
 from ucformat.storage.store import Bytes
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux ≥ 5.14: all pages at once, contents kept, an error instead of SIGBUS
@@ -92,15 +93,15 @@ def adopt(folder: str, index: int) -> SlotFile:
 def has_layout(folder: str, index: int, layout: ShardLayout) -> bool:
     """Whether the slot's file is one of this layout, byte for byte of its header."""
     try:
-        with open(f"{folder}/{slot_name(index)}", "rb") as file:
+        with open(f"{folder}/{slot_name(index)}", "rb", opener=open_regular) as file:
             return os.fstat(file.fileno()).st_size == layout.size and file.read(layout.data_start) == layout.header
-    except OSError:
+    except (OSError, FormatError):
         return False
 
 
 def _map(folder: str, index: int, path: str) -> SlotFile:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDWR)
     except OSError as error:
         raise StorageError(path, error) from error
     size = os.fstat(fd).st_size
@@ -160,7 +161,7 @@ def write_record(path: str, record: SlotRecord) -> None:
 def read_record(path: str) -> SlotRecord | None:
     """The record at `path`, or None where there is none. Raises what `decode_slot` raises, StorageError."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             return decode_slot(file.read(), path)
     except FileNotFoundError:
         return None
@@ -197,7 +198,7 @@ def _alone(folder: str, index: int, timeout_s: float) -> Iterator[bool]:
     """Whether the slot is locked inside: not if another process keeps it so. Without a file there is nothing to lock."""
     path = f"{folder}/{slot_name(index)}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDWR)
     except FileNotFoundError:
         yield True
         return
@@ -229,7 +230,7 @@ def attach_table(directory: str, index: int, record: SlotRecord, table: Bytes, t
     folder = f"{directory}/{rank_name(record.rank)}"
     path = f"{folder}/{slot_name(index)}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDWR)
     except FileNotFoundError:
         return None
     except OSError as error:
