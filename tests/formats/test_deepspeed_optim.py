@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import ucformat
 from tests.formats.deepspeed_fixtures import (
+    MORE,
     assert_same,
     copy_of,
     edit,
@@ -20,8 +22,11 @@ from tests.formats.deepspeed_fixtures import (
     open_kind,
     optimizer_files,
     parameters_with_state,
+    tag_of,
 )
+from ucformat.errors import UnsupportedError
 from ucformat.reshard.reading.lazy import read
+from ucformat.values.codec import RankLocal
 
 
 def test_one_dict_of_shapes_is_one_group(tmp_path: Path) -> None:
@@ -113,6 +118,54 @@ def test_state_of_another_length_is_kept_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(read(catalog, "deepspeed/optimizer_state/0/absmax/2"), torch.full((5,), 2))
     assert any("absmax" in remark for remark in catalog.notes.remarks)
     assert_same(run, "z1n3")
+
+
+def test_scalar_state_that_differs_between_ranks_is_kept_for_each() -> None:
+    """Adafactor's RMS is a statistic of a rank's own buffer."""
+    catalog = open_kind(MORE / "z1adafactor")
+    assert not [name for name in catalog.names if name.startswith("optimizer/") and name.endswith("/RMS")]
+    assert isinstance(catalog.values, dict)
+    for g in (0, 1):
+        item = catalog.values["deepspeed"]["optimizer_state"][str(g)]["RMS"]
+        assert isinstance(item, RankLocal)
+        assert item.coords == ({"dp": 0}, {"dp": 1}, {"dp": 2})
+        for rank, file in enumerate(optimizer_files(MORE / "z1adafactor")):
+            expected = load(file)["optimizer_state_dict"]["base_optimizer_state"]["state"][g]["RMS"]
+            assert torch.equal(read(catalog, f"deepspeed/optimizer_state/{g}/RMS/{rank}"), expected)
+    assert any("'RMS'" in remark and "differs between ranks" in remark for remark in catalog.notes.remarks)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("z1n3", "base_optimizer_state"), ("z3n3", "optimizer_state_dict")])
+def test_a_hyper_parameter_that_differs_between_ranks_is_kept_for_each(kind: str, where: str, tmp_path: Path) -> None:
+    """Somebody edited one rank's file: whose value holds is not for a reader to decide."""
+    run = copy_of(kind, tmp_path)
+    edit(optimizer_files(run)[1], lambda tree: tree["optimizer_state_dict"][where]["param_groups"][0].update(lr=0.5))
+    edit(optimizer_files(run)[2], lambda tree: tree["optimizer_state_dict"].update(clip_grad=7.0))
+    catalog = open_kind(run)
+    assert isinstance(catalog.values, dict)
+    group = catalog.values["optimizer"]["param_groups"][0]
+    assert isinstance(group["lr"], RankLocal)
+    assert group["lr"].values == (0.01, 0.5, 0.01)
+    assert group["weight_decay"] == 0.1
+    assert catalog.values["deepspeed"]["optimizer"]["clip_grad"].values[2] == 7.0
+    assert any("'lr' differs between ranks: 0.01 on rank 0, 0.5 on rank 1" in remark for remark in catalog.notes.remarks)
+    with pytest.raises(UnsupportedError, match="lr differed between the 3 ranks"):
+        net = torch.nn.Linear(2, 2)
+        ucformat.load(str(run), into={"model": net, "optimizer": torch.optim.AdamW(net.parameters())}, strict=False)
+
+
+def test_what_a_client_keeps_in_every_ranks_model_file_is_kept_for_each(tmp_path: Path) -> None:
+    """ZeRO-3 has a model file per rank: RNG states differ, and are no rank's but its own."""
+    run = copy_of("z3n3", tmp_path)
+    for rank, file in enumerate(sorted(tag_of(run).glob("*model_states.pt"))):
+        own = {"rng": {"torch": torch.full((8,), rank)}, "tokens": 12, "data_sampler": {"at": rank}}
+        edit(file, partial(dict.update, **own))
+    catalog = open_kind(run)
+    assert isinstance(catalog.values, dict)
+    assert catalog.values["client"]["tokens"] == 12
+    assert catalog.values["client"]["iteration"] == 3
+    assert [item["at"] for item in catalog.values["data"].values] == [0, 1, 2]
+    assert torch.equal(read(catalog, "client/rng/2/torch"), torch.full((8,), 2))
 
 
 def test_an_empty_parameter_is_there(tmp_path: Path) -> None:

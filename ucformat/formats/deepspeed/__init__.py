@@ -15,6 +15,7 @@ from ucformat.formats.deepspeed import files as found_files
 from ucformat.formats.deepspeed.files import LATER, RankFiles, expect_ranks
 from ucformat.formats.deepspeed.model import add_sliced, add_whole, parse_model
 from ucformat.formats.deepspeed.optim import RankOptim, mapping, parse
+from ucformat.formats.deepspeed.per_rank import unite
 from ucformat.formats.deepspeed.records import Opened
 from ucformat.formats.deepspeed.zero import OptimizerState
 from ucformat.formats.source import Source
@@ -56,13 +57,9 @@ def open_catalog(source: Source) -> Catalog:
     _refuse(tree, files)
     ranks = _open_ranks(opened, files, tree)
     model = parse_model(tree, files.model[0], ranks)
-    if files.sliced:
-        found = add_sliced(opened, model, ranks, lambda: _other_models(opened, files))
-    else:
-        found = add_whole(opened, model, ranks)
-    if ranks:
-        found.extra.update(ranks[0].values)
-    values = _values(opened, tree, model.rest, found, files.model[0])
+    others = _other_models(opened, files) if files.sliced else []
+    found = add_sliced(opened, model, ranks, others) if files.sliced else add_whole(opened, model, ranks)
+    values = _values(opened, [tree, *others], model.rest, found, list(files.model.values()))
     step, world = tree.get("global_steps"), len(ranks) or _count(tree, "dp_world_size")
     notes = Notes(NAME, step if type(step) is int else None, {"dp": world} if world else {}, tuple(opened.remarks))
     return opened.build(values, notes)
@@ -131,23 +128,33 @@ def _other_models(opened: Opened, files: RankFiles) -> Sequence[Mapping[Any, Any
 
 
 def _values(
-    opened: Opened, tree: Mapping[Any, Any], rest: Mapping[str, object], found: OptimizerState, file: str
+    opened: Opened,
+    trees: Sequence[Mapping[Any, Any]],
+    rest: Mapping[str, object],
+    found: OptimizerState,
+    files: Sequence[str],
 ) -> dict[str, object]:
-    """The value tree. Tensors and arrays in it (a client's RNG state, say) are added by name."""
+    """The value tree. Tensors and arrays in it (a client's RNG state, say) are added by name.
+
+    `trees` are the model files, of which ZeRO-3 has one per rank: what a client keeps in them may be each rank's own.
+    """
     state: dict[str, Any] = {"model": dict(rest), "optimizer": dict(found.values)}
     own: dict[object, object] = {}
     client: dict[object, object] = {}
-    for key, value in tree.items():
-        if key in _CANONICAL:
-            if value is not None:
-                state[_CANONICAL[key]] = value
-        elif key in _OWN:
-            own[key] = value
+    for key in dict.fromkeys(key for tree in trees for key in tree):
+        if key in _OWN:
+            own[key] = trees[0].get(key)
         elif key not in _STRUCTURE:
-            client[key] = value
+            value = unite(opened, [tree.get(key) for tree in trees], files, f"{key!r} of the model files")
+            if key not in _CANONICAL:
+                client[key] = value
+            elif value is not None:
+                state[_CANONICAL[key]] = value
+    if found.per_rank:
+        own["optimizer_state"] = found.per_rank
     own["optimizer"] = dict(found.extra)
     state |= {"deepspeed": own, "client": client}
-    plain = to_values({key: value for key, value in state.items() if value != {}}, file)
+    plain = to_values({key: value for key, value in state.items() if value != {}}, files[0])
     values, tensors = split(plain, is_tensor)
     for name, leaf in tensors.items():
         if isinstance(leaf, StoredTensor):

@@ -6,7 +6,7 @@ placeholders for the weights, which then exist only as master weights in the opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,10 +130,8 @@ def _add_aliases(opened: Opened, aliases: Mapping[str, str], found: OptimizerSta
             opened.builder.alias(state(alias, key), state(owner, key))
 
 
-def add_sliced(
-    opened: Opened, model: Model, ranks: Sequence[RankOptim], others: Callable[[], Sequence[Mapping[Any, Any]]]
-) -> OptimizerState:
-    """Add weights and optimizer state of ZeRO-3. `others` opens the model files of all ranks, which frozen weights need."""
+def add_sliced(opened: Opened, model: Model, ranks: Sequence[RankOptim], others: Sequence[Mapping[Any, Any]]) -> OptimizerState:
+    """Add weights and optimizer state of ZeRO-3. `others` are the other ranks' model files, which frozen weights need."""
     trained, tensors = model.trained, model.tensors
     frozen = shape_dict(model.tree.get("frozen_param_shapes") or {}, model.file, "frozen_param_shapes")
     known = {*trained, *frozen}
@@ -163,7 +161,7 @@ def add_sliced(
     if low:
         opened.remarks.append(f"ZeRO-3 stores master weights only: model/* are those, and the run computed in {', '.join(low)}")
     if frozen:
-        _add_frozen(opened, frozen, [model.tree, *others()])
+        _add_frozen(opened, frozen, [model.tree, *others])
     _add_aliases(opened, aliases, found)
     return found
 

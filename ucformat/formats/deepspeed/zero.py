@@ -15,8 +15,10 @@ from ucformat.errors import FormatError
 from ucformat.formats.deepspeed.evidence import check_positions
 from ucformat.formats.deepspeed.flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
 from ucformat.formats.deepspeed.optim import MAX_ITEMS, RankOptim, mapping, sequence
+from ucformat.formats.deepspeed.per_rank import unite, unite_each
 from ucformat.formats.deepspeed.records import Opened, dense, state
 from ucformat.pickles.unpickle import StoredTensor
+from ucformat.values.codec import RankLocal
 from ucformat.values.tree import join_name
 
 Shapes = dict[str, tuple[int, ...]]
@@ -32,6 +34,9 @@ class OptimizerState:
     """The `optimizer` subtree of the value tree."""
     extra: dict[str, object] = field(default_factory=dict)
     """What DeepSpeed keeps beside it: loss scale, clipping…"""
+
+    per_rank: dict[str, dict[str, object]] = field(default_factory=dict)
+    """Flat group → state of whole buffers that differs between ranks."""
 
     def note(self, name: str, key: str) -> None:
         self.states.setdefault(name, []).append(key)
@@ -84,14 +89,21 @@ def add_optimizer(
         pieces = geometry.pieces([rank.groups[g].master.shape[0] for rank in ranks]) if weights else None
         if weights and pieces is not None:
             check_positions(opened, list(geometry.shapes), [rank.groups[g].master for rank in ranks], pieces, weights)
-    found.values["param_groups"] = _param_groups(opened, ranks[0], geometries, found)
+    found.values["param_groups"] = _param_groups(opened, ranks, geometries, found)
+    found.extra.update(unite_each(opened, [rank.values for rank in ranks], [rank.path for rank in ranks], "the optimizer's"))
     return found
 
 
 def _same_structure(ranks: Sequence[RankOptim]) -> None:
     first = ranks[0]
     for rank in ranks[1:]:
-        if rank.sliced != first.sliced or len(rank.groups) != len(first.groups) or rank.alignment != first.alignment:
+        same = (rank.sliced, len(rank.groups), rank.alignment, rank.members) == (
+            first.sliced,
+            len(first.groups),
+            first.alignment,
+            first.members,
+        )
+        if not same or (rank.param_groups is None) != (first.param_groups is None):
             raise FormatError(rank.path, f"its groups are not those of {first.path}: left over from another run?")
 
 
@@ -162,13 +174,16 @@ def _add_state(opened: Opened, geometry: Geometry, ranks: Sequence[RankOptim], g
     ]
     names = geometry.shapes
     if not tensors:
-        _add_value(opened, names, ranks, key, held, found)
+        if key == "step" or _is_alike(opened, ranks, g, key, held, found):
+            _add_value(opened, names, ranks, key, held, found)
         return
     if len(tensors) < len(ranks):
         raise FormatError(ranks[0].path, f"{key!r} of group {g} is a tensor in the files of some ranks, and none in others'")
     if all(tensor.shape == () for tensor in tensors):
         if key == "step":
             _same_step([_number(data, t.dtype) for data, t in zip(opened.bytes_of(tensors), tensors, strict=True)], ranks)
+        if not _is_alike(opened, ranks, g, key, tensors, found):
+            return
         for name in names:
             opened.tensor(state(name, key), tensors[0])
     elif not _is_flat(tensors) or not _add_flat(opened, geometry, tensors, lambda name: state(name, key)):
@@ -176,6 +191,16 @@ def _add_state(opened: Opened, geometry: Geometry, ranks: Sequence[RankOptim], g
         return
     for name in names:
         found.note(name, key)
+
+
+def _is_alike(
+    opened: Opened, ranks: Sequence[RankOptim], g: int, key: str, held: Sequence[object], found: OptimizerState
+) -> bool:
+    """Whether all ranks hold the same. Else it is a statistic of each rank's buffer, and is kept as that."""
+    value = unite(opened, held, [rank.path for rank in ranks], f"optimizer state {key!r} of flat group {g}")
+    if isinstance(value, RankLocal):
+        found.per_rank.setdefault(str(g), {})[key] = value
+    return not isinstance(value, RankLocal)
 
 
 def _is_flat(tensors: Sequence[StoredTensor]) -> bool:
@@ -235,13 +260,18 @@ def _same_step(steps: Sequence[object], ranks: Sequence[RankOptim]) -> None:
 
 
 def _param_groups(
-    opened: Opened, first: RankOptim, geometries: Sequence[Geometry], found: OptimizerState
+    opened: Opened, ranks: Sequence[RankOptim], geometries: Sequence[Geometry], found: OptimizerState
 ) -> list[dict[str, object]]:
-    """Hyper-parameters of each group with parameter names; a step count among them becomes each parameter's."""
+    """Hyper-parameters of each group with parameter names; a step count among them becomes each parameter's.
+
+    Those that differ between ranks are rank-local.
+    """
+    first, files = ranks[0], [rank.path for rank in ranks]
     groups: list[dict[str, object]] = []
     for g, members in enumerate(first.members):
         names = [name for i in members for name in geometries[i].shapes]
-        hyper = {} if first.param_groups is None else dict(first.param_groups[g])
+        held = [{} if rank.param_groups is None else rank.param_groups[g] for rank in ranks]
+        hyper = unite_each(opened, held, files, f"of param group {g} the hyper-parameter")
         stepped = any("step" in found.states.get(name, []) for name in names)
         if not stepped and type(step := hyper.get("step")) in (int, float):
             add_step(opened, names, step, first.path, found)  # type: ignore[arg-type]  # just checked

@@ -109,6 +109,7 @@ class Putter:
         if not isinstance(groups, list):
             self.missing.append("/".join((*at, optimizer.GROUPS)))
             return
+        groups = [own_settings(group, self.walker, "/".join((*at, optimizer.GROUPS))) for group in groups]
         for item in items:
             if self.dry:
                 for group in item.groups:
@@ -151,6 +152,22 @@ class Putter:
         for key, item in nodes.items():
             if key not in known and (*at, key) not in self.objects and _has_values(item):
                 self.unused.append("/".join((*at, str(key))))
+
+
+def own_settings(group: Mapping[str, Any], walker: Walker, path: str) -> Mapping[str, Any]:
+    """A stored param group with this rank's own of those hyper-parameters that differed between the ranks that saved it.
+
+    Raises UnsupportedError when as many ranks as saved it are not there.
+    """
+    ranked = [key for key, value in group.items() if isinstance(value, values.RankLocal)]
+    if not ranked:
+        return group
+    saved = len(group[ranked[0]].values)
+    if saved != walker.group.size:
+        why = f"{', '.join(ranked)} differed between the {saved} ranks that saved it"
+        raise UnsupportedError(path, f"{why}: load with {saved} ranks, or make it alike first")
+    chosen = {key: choose(RankLocalItem(None), group[key], walker, f"{path}/{key}") for key in ranked}
+    return {**group, **{key: choice.item for key, choice in chosen.items() if choice is not None}}
 
 
 @dataclass(frozen=True, slots=True)
