@@ -167,9 +167,9 @@ def test_an_export_merged_from_pipeline_stages_is_complete(tmp_path: Path) -> No
 
 
 def test_dtype_converts_the_models_floats_only(src: str, tmp_path: Path) -> None:
-    convert(src, str(tmp_path / "out"), "native", dtype="bf16")
+    convert(src, str(tmp_path / "out"), "native", dtype="bf16", exclude=["model/fp8"])
     before, after = opened(src), opened(tmp_path / "out")
-    for spec in before.tensors:
+    for spec in (spec for spec in before.tensors if spec.name != "model/fp8"):
         floats = spec.name.startswith("model/") and spec.dtype in ("F64", "F32", "F16", "BF16")
         assert after.spec(spec.name).dtype == ("BF16" if floats else spec.dtype)
         expected = read(before, spec.name)

@@ -36,6 +36,15 @@ def with_dtype(data: bytes, dtype: str) -> bytes:
     return out.encode()
 
 
+def parse(data: bytes) -> dict[str, Any]:
+    """What a configuration says; nothing, where it is no JSON object."""
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
 def _put(said: re.Match[str], name: str) -> str:
     if said[1] not in _KNOWN:
         return said[0]

@@ -16,6 +16,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ucformat.errors import ChecksumError, FormatError
 from ucformat.formats import modelconfig
@@ -141,10 +142,21 @@ def carry(companions: Companions, store: Store, prefix: str = "", dtype: str | N
         data = companions.store.read(item.stored)
         if item.digest and hex_digest(data) != item.digest:
             raise ChecksumError(f"{companions.store.url}/{item.stored}", 0, len(data), what="digest of the file")
-        told = data if dtype is None or item.path != modelconfig.CONFIG else modelconfig.with_dtype(data, dtype)
+        config = item.path.rpartition("/")[2] == modelconfig.CONFIG
+        told = modelconfig.with_dtype(data, dtype) if config and dtype is not None else data
         written.append(safe_path(prefix + item.path))
         store.put(written[-1], told)
     return tuple(written)
+
+
+def configs(companions: Companions) -> dict[str, dict[str, Any]]:
+    """What each `config.json` says, by its folder (empty for the top)."""
+    found: dict[str, dict[str, Any]] = {}
+    for item in companions.files:
+        folder, _, name = item.path.rpartition("/")
+        if name == modelconfig.CONFIG and companions.store is not None:
+            found[folder] = modelconfig.parse(companions.store.read(item.stored))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ucformat.dtypes import DTYPES
 from ucformat.group import Group
 from ucformat.storage.store import Store
 
-_SHOWN = 6  # names in a remark
+_SHOWN = 20  # names in a remark
 MAX_FILE_BYTES = 4 << 30  # a size that object stores and file systems both take, and that spreads over ranks
 
 

@@ -7,6 +7,7 @@ what `run` carries out. `convert` is both.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -19,9 +20,10 @@ import numpy as np
 
 from ucformat import formats
 from ucformat.box import Box
-from ucformat.catalog import Catalog, TensorSpec
-from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
+from ucformat.catalog import Catalog
+from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, UnsupportedError
 from ucformat.formats import native, owned, partial, sidecar_files
+from ucformat.formats.hf import folders
 from ucformat.formats.hf.layout import lay_out
 from ucformat.formats.hf.writer import remarks as hf_remarks
 from ucformat.formats.hf.writer import without_adapter
@@ -32,22 +34,12 @@ from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, wants
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.selection.mesh_layout import MeshLayout, cut
+from ucformat.reshard.selection.precision import Precision, converted, dtype_of, is_kept
 from ucformat.reshard.selection.select import Chosen, choose
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""The dtypes that `dtype=` converts, and converts to. Integers, flags and scaled low-precision numbers stay as they are."""
-_SPELLINGS = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "half": "F16",
-    "float32": "F32",
-    "float": "F32",
-    "float64": "F64",
-    "double": "F64",
-}
-_SPELLINGS |= {"fp16": "F16", "fp32": "F32", "fp64": "F64"}
+_LOG = logging.getLogger(__name__)
 _LAYOUTS = ("native", "dcp")  # formats whose files may hold pieces of tensors
 _STAGED = ("hf", "dcp")  # formats that `staging` puts into their place
 _LEFTOVER = re.compile(r"(shards|companions)(\.\d+)?/|index(\.\d+)?\.safetensors|\.partial/|.*\.part")
@@ -133,6 +125,8 @@ def convert(
     to: str,
     *,
     dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    companions: str | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     layout: MeshLayout | None = None,
@@ -144,10 +138,13 @@ def convert(
     """Convert the checkpoint at `src` into format `to` at `dst`. Every rank of `group` calls it and does its share.
 
     `select` and `exclude` are globs over names (`model/*`; one without wildcards means itself and all below it).
-    `dtype` converts the floating-point tensors of the model (F64, F32, F16, BF16 among each other); optimizer state,
-    integers and scaled formats (fp8, fp4) are never converted. Of mixed-precision runs that keep master weights (DeepSpeed),
-    converted weights are made of those, so that F32 is exact. Raises what `prepare` and the target's writer raise; then
-    `dst` is as it was.
+    `dtype` converts the floating-point tensors of the model (F64, F32, F16, BF16 among each other), but for those whose names
+    match a glob in `keep_dtype` and those that the model's library keeps wide in half precision (the report lists these);
+    optimizer state and integers are never converted, and quantised models are refused without `keep_dtype`. Of mixed-precision
+    runs that keep master weights (DeepSpeed), converted weights are made of those, so that F32 is exact. `companions`: a model
+    directory whose configuration, tokenizer and the like go along, instead of the source's.
+
+    Raises what `prepare` and the target's writer raise; then `dst` is as it was.
     """
     group = Group() if group is None else group
     with group.together(f"planning the conversion of {src}"):
@@ -156,13 +153,18 @@ def convert(
             dst,
             to,
             dtype=dtype,
+            keep_dtype=keep_dtype,
+            companions=companions,
             select=select,
             exclude=exclude,
             layout=layout,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
         )
-    return run(conversion, group, on_progress)
+    report = run(conversion, group, on_progress)
+    for text in report.remarks if group.rank == 0 else ():
+        _LOG.warning("%s: %s", dst, text)
+    return report
 
 
 def prepare(
@@ -171,6 +173,8 @@ def prepare(
     to: str,
     *,
     dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    companions: str | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     layout: MeshLayout | None = None,
@@ -183,7 +187,9 @@ def prepare(
     tensor is not wholly stored, ExistsError when `dst` is in use, UnsupportedError for what can't be done.
     """
     formats.writer(to)
-    wanted_dtype = None if dtype is None else _dtype(dtype)
+    if keep_dtype and dtype is None:
+        raise UnsupportedError(dst, "keep_dtype means something only together with dtype")
+    wanted_dtype = None if dtype is None else dtype_of(dtype)
     if layout is not None and to not in _LAYOUTS:
         raise UnsupportedError(dst, f"a layout has no meaning in the format {to}: it is for {' and '.join(_LAYOUTS)}")
     source = locate(src)
@@ -192,11 +198,18 @@ def prepare(
     store, file = _destination(dst, to)
     _check_destination(src, dst, to, store, file, overwrite)
     masters = master_weights.converted_weights(catalog, wanted_dtype)
+    masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
     chosen = choose(master_weights.from_their_masters(catalog, masters), to, select, exclude, src)
     masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
     chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
     kept = chosen.catalog
-    specs = _converted(kept.tensors, wanted_dtype)
+    beside = _companions(source, reader, kept) if companions is None else _named_companions(companions)
+    exact = [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
+    specs, remarks = list(kept.tensors), [*catalog.notes.remarks, *exact, *chosen.remarks(to)]
+    if wanted_dtype is not None:
+        wanted = Precision(wanted_dtype, tuple(keep_dtype), sidecar_files.configs(beside))
+        specs, said = converted(specs, wanted, src)
+        remarks += said
     pieces, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
     read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
     fill = CatalogFill(kept, pieces, [target.name for target in pieces])
@@ -209,14 +222,12 @@ def prepare(
         values=kept.values,
         aliases=kept.aliases,
         notes=replace(kept.notes, mesh=dict(layout.mesh) if layout is not None else {}),
-        companions=_companions(source, reader, kept),
+        companions=beside,
         dtype=wanted_dtype,
         max_file_bytes=max_file_bytes,
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
     )
-    exact = [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
-    remarks = [*catalog.notes.remarks, *exact, *chosen.remarks(to)]
     if to == "hf":
         planned = lay_out(job)
         job = replace(job, companions=without_adapter(job.companions, planned))
@@ -256,19 +267,23 @@ class _Count:
                 self._tell(self.done, self.total)
 
 
-def _dtype(name: str) -> str:
-    short = _SPELLINGS.get(name.lower().removeprefix("torch."), name.upper())
-    if short not in FLOATS:
-        raise UnsupportedError(f"dtype {name}", f"converts to {', '.join(FLOATS)} only: scaled formats need calibration")
-    return short
-
-
 def _companions(source: Source, reader: ModuleType, catalog: Catalog) -> Companions:
     """The files that travel along: those at the source, or in the checkpoint of a run that it led to."""
     if hasattr(reader, "folders_of") and source.file is None:
         return sidecar_files.gather(source, reader.folders_of(source.store), reader.weight_files(source))
     found = sidecar_files.gather(source)
     return found if found.files or catalog.store.url == source.store.url else sidecar_files.gather(Source(catalog.store))
+
+
+def _named_companions(url: str) -> Companions:
+    """The files of a model's directory, or those that a checkpoint carries."""
+    source = locate(url)
+    if source.file is not None:
+        raise UnsupportedError(url, "companions are the files of a directory: name that")
+    found = sidecar_files.gather(source, folders.parts(source.store), named=True)
+    if not found.files:
+        raise MissingFileError(url, "no configuration, tokenizer or other file that goes along with a model")
+    return found
 
 
 def _destination(dst: str, to: str) -> tuple[Store, str | None]:
@@ -324,17 +339,6 @@ def _true_url(url: str) -> str:
 def _is_leftover(store: Store) -> bool:
     """Whether a directory holds only what an interrupted native save leaves: the next one clears it away."""
     return all(_LEFTOVER.fullmatch(name) for name in store.list())
-
-
-def _converted(specs: Sequence[TensorSpec], dtype: str | None) -> list[TensorSpec]:
-    """The specs that are written: only floating-point tensors of the model (of all, where none is named so) change dtype."""
-    if dtype is None:
-        return list(specs)
-    named = any(spec.name.startswith("model/") for spec in specs)
-    return [
-        replace(spec, dtype=dtype) if spec.dtype in FLOATS and (not named or spec.name.startswith("model/")) else spec
-        for spec in specs
-    ]
 
 
 def _shares(read_plan: ReadPlan) -> tuple[FileShare, ...]:
