@@ -72,3 +72,25 @@ def test_a_selection_that_means_nothing_is_no_proof_of_equality(ucconvert: Progr
     answer = ucconvert("diff", src, src, "--select", "modle/*")
     assert answer.status == 1
     assert "no name matches 'modle/*' [UnsupportedError]" in answer.err
+
+
+def test_many_differences_alike_are_one_line_with_what_to_do(ucconvert: Program, tmp_path: Path) -> None:
+    state = {f"model/layers.{i}.w": torch.full((4,), 1 / 3 + i) for i in range(60)}
+    write_native(tmp_path / "a", {**state, "only": torch.ones(1)})
+    write_native(tmp_path / "b", {name: tensor.bfloat16() for name, tensor in state.items()})
+    answer = ucconvert("diff", tmp_path / "a", tmp_path / "b")
+    assert answer.status == 1
+    lines = answer.out.splitlines()
+    assert lines[0].startswith("60 names: dtype: F32 and BF16: model/layers.0.w, ")
+    assert lines[1:] == ["only: only in a", "61 differences (60 dtype, 1 only in a): no tensor was compared"]
+    assert "--ignore-dtype --rtol" in answer.err
+    answer = ucconvert("diff", tmp_path / "a", tmp_path / "b", "--ignore-dtype", "--rtol", "0.01", "--exclude", "only")
+    assert (answer.status, answer.out) == (0, "equal: 60 tensors, 960 B compared as numbers\n")
+    assert len(json.loads(ucconvert("diff", tmp_path / "a", tmp_path / "b", "--json").out)["differences"]) == 61
+
+
+def test_comparing_nothing_is_no_equality(ucconvert: Program, tmp_path: Path) -> None:
+    write_native(tmp_path / "a", {}, values={"step": 1})
+    answer = ucconvert("diff", tmp_path / "a", tmp_path / "a")
+    assert (answer.status, answer.out.split(":")[0]) == (1, "nothing was compared")
+    assert ucconvert("diff", tmp_path / "a", tmp_path / "a", "--values").status == 0

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+import ucformat
 from tests.checkpoints import bits, flip, open_native, split_evenly, write_native
 from ucformat import formats
 from ucformat.box import Box
@@ -101,6 +102,13 @@ def test_hf_keeps_the_model_and_says_what_it_left_out(src: str, tmp_path: Path) 
     assert contents(tmp_path / "out") == model_of(contents(src))
     assert report.left_out == ("optimizer/layers.0.w/exp_avg", "optimizer/layers.0.w/step")
     assert any("values left out: optimizer, step" in text for text in report.remarks)
+
+
+def test_a_container_that_only_held_tensors_is_no_value_left_out(tmp_path: Path) -> None:
+    ucformat.save(str(tmp_path / "a"), {"model": torch.nn.Linear(2, 2).state_dict(), "more": [torch.ones(2)], "lr": 0.1})
+    report = convert(str(tmp_path / "a"), str(tmp_path / "out"), "hf")
+    assert report.values_left_out == ("lr",)
+    assert report.left_out == ("more/0",)
 
 
 def test_a_chain_through_all_formats_ends_where_it_began(tmp_path: Path) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
 import typer
 
 from ucformat.cli.screen import bytes_text, count_text, is_leader, progress, remark, say, say_json
 
-_SHOWN = 50  # differences printed; --json prints all
+if TYPE_CHECKING:
+    from ucformat.reshard.diff import Diff, Difference
+
+_SHOWN = 50  # lines printed; --json prints all differences
+_ALIKE = 8  # differences of one kind and wording that have a line each; more of them share one
+_EXAMPLES = 3
 
 
 def diff(
@@ -22,7 +31,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints: names, dtypes, shapes and values.
 
-    Exit status 0 when they are equal, 1 when they differ. Tied weights that one side stores under one name only are equal.
+    Exit status 0 when they are equal, 1 when they differ or nothing was compared. Tied weights that one side stores under one
+    name only are equal.
     """
     from ucformat.formats import open_catalog
     from ucformat.reshard.diff import Tolerance
@@ -47,14 +57,41 @@ def diff(
     if json:
         say_json(result)
     else:
-        for item in result.differences[:_SHOWN]:
-            say(f"{item.name}: {item.kind}{f': {item.detail}' if item.detail else ''}")
-        if len(result.differences) > _SHOWN:
-            say(f"… and {len(result.differences) - _SHOWN:,} more (--json lists all)")
-        for text in result.notes:
-            remark(text)
-        verdict = "equal" if result.equal else count_text(len(result.differences), "difference")
-        how = "bit for bit" if tolerance is None and not ignore_dtype else "as numbers"
-        say(f"{verdict}: {count_text(result.tensors, 'tensor')}, {bytes_text(result.nbytes)} compared {how}")
+        _print_result(result, as_numbers=tolerance is not None or ignore_dtype, ignore_dtype=ignore_dtype)
     if not result.equal:
         raise typer.Exit(1)
+
+
+def _print_result(result: Diff, *, as_numbers: bool, ignore_dtype: bool) -> None:
+    lines = list(_lines(result.differences))
+    for line in lines[:_SHOWN]:
+        say(line)
+    if len(lines) > _SHOWN:
+        say(f"… and {len(lines) - _SHOWN:,} more (--json lists all)")
+    for text in result.notes:
+        remark(text)
+    kinds = Counter(item.kind for item in result.differences)
+    if kinds["dtype"] and not ignore_dtype:
+        remark("tensors of different dtypes were not compared: --ignore-dtype --rtol 0.01 compares them as numbers")
+    if result.nothing:
+        say("nothing was compared: there are no tensors on either side (--values compares values)")
+        return
+    several = f" ({', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
+    verdict = "equal" if result.equal else count_text(len(result.differences), "difference") + several
+    size = f"{count_text(result.tensors, 'tensor')}, {bytes_text(result.nbytes)} compared"
+    how = "as numbers" if as_numbers else "bit for bit"
+    say(f"{verdict}: {f'{size} {how}' if result.tensors else 'no tensor was compared'}")
+
+
+def _lines(differences: Sequence[Difference]) -> Iterator[str]:
+    """A line for each difference, but one for all that are many and alike."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for item in differences:
+        alike.setdefault((item.kind, item.detail), []).append(item.name)
+    for item in differences:
+        names, detail = alike[item.kind, item.detail], f": {item.detail}" if item.detail else ""
+        if len(names) <= _ALIKE:
+            yield f"{item.name}: {item.kind}{detail}"
+        elif item.name == names[0]:
+            shown, more = ", ".join(names[:_EXAMPLES]), len(names) - _EXAMPLES
+            yield f"{len(names):,} names: {item.kind}{detail}: {shown} and {more:,} more (--json lists all)"

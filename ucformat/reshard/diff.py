@@ -55,10 +55,18 @@ class Diff:
     """Compared, counted on side a."""
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
+    values: bool = False
+    """Whether values were compared, and there were any."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing at all was compared."""
+        return not (self.tensors or self.differences or self.values)
 
     @property
     def equal(self) -> bool:
-        return not self.differences
+        """Whether something was compared, and no difference was found."""
+        return not self.differences and not self.nothing
 
 
 def diff(
@@ -89,7 +97,8 @@ def diff(
     if values:
         found.extend(_values(a.values, b.values, ""))
     found.sort(key=lambda item: item.name)
-    return Diff(len(pairs), sum(left.nbytes for left, _, _ in pairs), tuple(found), tuple(notes))
+    any_values = values and bool(a.values or b.values)
+    return Diff(len(pairs), sum(left.nbytes for left, _, _ in pairs), tuple(found), tuple(notes), any_values)
 
 
 def _names(a: Catalog, b: Catalog) -> tuple[list[str], list[Difference], list[str]]:

@@ -119,12 +119,19 @@ def _choose_values(values: object, to: str, select: Sequence[str], exclude: Sequ
         root = trees.escape(str(key))
         taken = to not in formats.VALUELESS and (not select or any(fnmatch.fnmatchcase(root, pattern) for pattern in roots))
         part = _leaves(value, lambda path: not excluded(path), root) if taken else _GONE
-        if part is _GONE:
-            lost.append(root)
-        else:
+        if part is not _GONE:
             kept[key] = part
             lost += set(_paths(value, root)) - set(_paths(part, root))
+        elif not _is_bare(value):
+            lost.append(root)
     return kept, sorted(lost)
+
+
+def _is_bare(value: object) -> bool:
+    """Whether there is nothing in a value but containers and tensors, which have names of their own."""
+    if isinstance(value, (trees.TensorRef, trees.ArrayRef)):
+        return True
+    return isinstance(value, (dict, list, tuple)) and all(map(_is_bare, value.values() if isinstance(value, dict) else value))
 
 
 def _leaves(value: object, keep: Callable[[str], bool], path: str) -> object:
