@@ -6,6 +6,7 @@ be known before reading is checked before reading: names, shapes, dtypes, covera
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from ucformat.reshard.reading.plan import plan, wants
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.restoring.prepare import Loading, prepare, restore
 from ucformat.reshard.state.walk import Piece
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ def load_catalog(catalog: Catalog, into: MutableMapping[str, object], options: L
     with collected_later():
         loading, reading, here = _plan(catalog, into, options, group)
     reading.run_once(here, group)
+    if group.rank == 0:
+        for remark in loading.remarks:
+            _LOG.warning("%s: %s", where, remark)
     with group.together(f"restoring from {where}"):
         fresh = reading.dest[len(reading.dest) - len(loading.fresh) :]
         restore(loading, dict(zip(loading.fresh, fresh, strict=True)))

@@ -13,6 +13,7 @@ import numpy as np
 
 from ucformat import values
 from ucformat.errors import RankLocalError, UnsupportedError
+from ucformat.reshard.restoring import optimizers
 from ucformat.reshard.state import megatron, module, optimizer
 from ucformat.reshard.state.assign import Pending, assign, is_stateful, pending
 from ucformat.reshard.state.leaf import is_tensor
@@ -25,13 +26,15 @@ _ABSENT: Any = object()
 class Putter:
     """Walks the live state beside the stored tree. Dry, it only notes what would be taken; else it puts it there."""
 
-    def __init__(self, walker: Walker, inplace: frozenset[str], *, dry: bool) -> None:
-        self.walker, self.inplace, self.dry = walker, inplace, dry
+    def __init__(self, walker: Walker, inplace: frozenset[str], read: optimizers.Read, *, dry: bool) -> None:
+        self.walker, self.inplace, self.read, self.dry = walker, inplace, read, dry
         self.fresh: list[str] = []
         self.others: list[str] = []
         """Tensors of rank-local items that other ranks saved: known, whether or not anybody takes them now."""
         self.missing: list[str] = []
         self.unused: list[str] = []
+        self.remarks: list[str] = []
+        """What a user should know of values that were assumed or stay as they are."""
         self.tree: object = {}
         self.objects: set[tuple[str, ...]] = set()
 
@@ -110,15 +113,17 @@ class Putter:
             self.missing.append("/".join((*at, optimizer.GROUPS)))
             return
         groups = [own_settings(group, self.walker, "/".join((*at, optimizer.GROUPS))) for group in groups]
+        matched = optimizers.match(items, groups, self.read)
+        if not self.dry:
+            optimizers.put(matched, node)
+            return
+        self.missing += matched.missing
+        self.remarks += matched.remarks
+        self.fresh += pending(groups)
         for item in items:
-            if self.dry:
-                for group in item.groups:
-                    optimizer.holding(item, group, groups)
-                self.fresh += pending(groups)
-                self.fresh += optimizer.fresh(item, node, self.inplace)
-            else:
-                optimizer.put_states(item, node)
-                optimizer.put_groups(item, groups)
+            self.fresh += optimizers.fresh(item, node, self.inplace)
+        taken = {optimizer.GROUPS, *(fqn for item in items for fqn in item.used)}
+        self._note_unused(node, taken | ({optimizer.EXTRA} if any(item.through for item in items) else set()), at)
 
     def _rank_local(self, x: RankLocalItem, node: Any, at: tuple[str, ...]) -> None:
         if node is _ABSENT:

@@ -1,6 +1,6 @@
 """Loading into a live state: what has to be read where, and afterwards putting the values back.
 
-    loading = prepare(state, catalog, group)     # nothing is read, but optimizer states are allocated
+    loading = prepare(state, catalog, group)     # nothing is read or changed, memory for optimizer states is made
     ...                                          # read loading.pieces in place, loading.fresh as new tensors
     restore(loading, fresh)                      # values, objects with state, rank-local items
 
@@ -10,8 +10,9 @@ containers of values with all tensors stored in them, come fresh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,9 @@ from ucformat import values
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import UnsupportedError, ValueConflictError
 from ucformat.group import Group
-from ucformat.reshard.restoring.apply import Putter, find
+from ucformat.reshard.reading.lazy import read_many
+from ucformat.reshard.restoring import optimizers
+from ucformat.reshard.restoring.apply import Putter, find, own_settings
 from ucformat.reshard.state import optimizer
 from ucformat.reshard.state.assign import Pending
 from ucformat.reshard.state.leaf import Leaf, forget
@@ -41,6 +44,8 @@ class Loading:
     """Paths of values that the state asks for and that are not stored."""
     unused: tuple[str, ...]
     """Paths of stored values that the state on this rank has no place for."""
+    remarks: tuple[str, ...]
+    """What a user should know: what was assumed, or stays as it is since nothing is stored for it."""
     state: MutableMapping[str, object]
     walker: Walker
     catalog: Catalog
@@ -53,7 +58,7 @@ class Loading:
 def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group | None = None) -> Loading:
     """Find out what to read for `state`. Every rank of `group` calls; exchanges as little as `collect`.
 
-    Allocates states that an optimizer will get. Raises UnsupportedError, UnrepresentableError, NamesMismatchError and
+    Makes memory for states that an optimizer will get. Raises UnsupportedError, UnrepresentableError, NamesMismatchError and
     RankLocalError (world resized, and no policy) before anything is read.
     """
     group = group or Group()
@@ -64,8 +69,8 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
     try:
         tree = values.join(catalog.values, {name: Pending(name) for name in catalog.names})
         walker.prepare()
-        for item in (item for items in walker.named.values() for item in items):
-            optimizer.allocate(item, _stored_states(catalog, item.key))
+        for items in walker.named.values():
+            _prepare_optimizers(items, catalog, tree, walker)
         leaves, _ = walker.split()
         _drop_states(walker, leaves, catalog, tree)
     except Exception as caught:
@@ -87,7 +92,7 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
     names = {*(spec.name for spec in specs), *aliases}
     pieces = tuple(_writable(piece) for piece in _by_stored_name(pieces, aliases, catalog))
     twins = tuple(_twins(pieces, aliases, catalog))
-    dry = Putter(walker, inplace=frozenset(names), dry=True)
+    dry = Putter(walker, frozenset(names), partial(_read, catalog), dry=True)
     dry.put_all(state, tree)
     return Loading(
         pieces=(*pieces, *(piece for piece, _ in twins)),
@@ -95,6 +100,7 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
         names=frozenset(names | set(dry.fresh) | set(dry.others)),
         missing=tuple(dry.missing),
         unused=tuple(dry.unused),
+        remarks=tuple(dry.remarks),
         state=state,
         walker=walker,
         catalog=catalog,
@@ -118,10 +124,28 @@ def restore(loading: Loading, fresh: Mapping[str, torch.Tensor]) -> None:
             view.zero_()
     known: dict[str, object] = {name: Pending(name) for name in loading.catalog.names}
     tree = values.join(loading.catalog.values, {**known, **fresh})
-    Putter(loading.walker, inplace=loading.names - set(loading.fresh), dry=False).put_all(loading.state, tree)
+    putter = Putter(loading.walker, loading.names - set(loading.fresh), partial(_read, loading.catalog), dry=False)
+    putter.put_all(loading.state, tree)
 
 
 # ---------------------------------------------------------------- tensors
+
+
+def _prepare_optimizers(items: Sequence[optimizer.Named], catalog: Catalog, tree: object, walker: Walker) -> None:
+    """Check what is stored for an optimizer, or several in one list, and make what they lack."""
+    node = find(tree, values.split_name(items[0].key))
+    groups = node.get(optimizer.GROUPS) if isinstance(node, dict) else None
+    if not isinstance(groups, list):
+        return
+    groups = [own_settings(group, walker, f"{items[0].key}/{optimizer.GROUPS}") for group in groups]
+    specs = _stored_states(catalog, items[0].key)
+    optimizers.check(optimizers.match(items, groups, partial(_read, catalog)), node, specs)
+    for item in items:
+        optimizers.allocate(item, specs)
+
+
+def _read(catalog: Catalog, names: Sequence[str]) -> list[torch.Tensor]:
+    return read_many(catalog, [(name, None) for name in names])
 
 
 def _stored_states(catalog: Catalog, key: str) -> dict[str, dict[str, TensorSpec]]:
@@ -130,7 +154,7 @@ def _stored_states(catalog: Catalog, key: str) -> dict[str, dict[str, TensorSpec
     for name in catalog.names:
         if name.startswith(key + "/"):
             below = values.split_name(name[len(key) + 1 :])
-            if len(below) == 2 and below[0] != optimizer.GROUPS:
+            if len(below) == 2 and below[0] not in optimizer.RESERVED:
                 out.setdefault(below[0], {})[below[1]] = catalog.spec(name)
     return out
 
@@ -140,7 +164,7 @@ def _drop_states(walker: Walker, leaves: Leaves, catalog: Catalog, tree: object)
     stored = set(catalog.names)
     for item in (item for items in walker.named.values() for item in items):
         node = find(tree, values.split_name(item.key))
-        prefixes = [values.join_name(fqn) for fqn in optimizer.knows(node, item)]
+        prefixes = [values.join_name(fqn) for fqn in optimizers.knows(node, item)]
         gone = {f"{item.key}/{prefix}/" for prefix in prefixes}
         for name in [n for n in leaves if n not in stored and n.startswith(item.key + "/")]:
             if name[: name.index("/", len(item.key) + 1) + 1] in gone:

@@ -1,34 +1,37 @@
-"""The state of a torch optimizer by parameter name: taken out for saving, allocated and put back for loading.
+"""The state of a torch optimizer by parameter name.
 
 `<optimizer>/<fqn>/<state>` are tensors, `<optimizer>/param_groups` values whose `params` are names. A parameter that is in
-no module of the state is called by the optimizer's own `param_names` if it has them, else `param_<group>_<position>`.
+no module of the state is called by the optimizer's own `param_names` if it has them, else `param_<group>_<position>`. An
+optimizer with a `state_dict` or hooks of its own is asked for its state through these: what it adds to torch's form is
+`<optimizer>/_extra_state`. Loading is in `restoring.optimizers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ucformat import values
-from ucformat.catalog import TensorSpec
-from ucformat.errors import NamesMismatchError, UnrepresentableError, UnsupportedError
-from ucformat.reshard.state.assign import Pending, assign, pending
-from ucformat.reshard.state.leaf import Leaf, is_tensor, leaf, plain
+from ucformat.errors import UnrepresentableError, UnsupportedError
+from ucformat.reshard.state.leaf import Leaf, leaf, plain
 from ucformat.reshard.state.module import Owned, Owners
 
 GROUPS = "param_groups"
-OWN_CHOICES = frozenset({"foreach", "fused", "capturable"})
-"""How the optimizer of this run computes, on its own device: loading does not change it."""
+EXTRA = "_extra_state"
+"""What an optimizer's own `state_dict` gives beside states and groups; under the key `state`, states of what is no parameter."""
+
+RESERVED = frozenset({GROUPS, EXTRA})
 
 PARAMETERS = frozenset({"params", "param_names"})
 """What of a group is no hyper-parameter."""
 
 MASTER = "fp32"  # canonical name of master weights, which torch's own optimizers do not keep
+
+States = dict[int, dict[str, Any]]
+"""By `id` of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,15 @@ class Named:
     optimizer: torch.optim.Optimizer
     """The one that holds the states."""
     groups: list[dict[str, Any]]
-    """Live parameter groups, of which the hyper-parameters count."""
+    """Parameter groups, of which the hyper-parameters count: the live ones, or those of its own `state_dict`."""
     key: str
     names: dict[int, tuple[Owned, ...]]
     """By `id` of the parameter: one name, or those of all parameters that a flat one holds."""
+    states: States
+    """To save: what there is. To load: what is read in place, which `restoring.optimizers.allocate` adds to."""
+    extra: dict[str, object] = field(default_factory=dict)
+    through: bool = False
+    """It has a `state_dict`, `load_state_dict` or hooks of its own, so its state goes through them."""
 
     @property
     def used(self) -> set[str]:
@@ -49,7 +57,7 @@ class Named:
 
     def parameters(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter whose states this rank keeps, with its group."""
-        for group in self.optimizer.param_groups:
+        for group in self.groups if self.through else self.optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter, group
 
@@ -57,13 +65,61 @@ class Named:
         return [owned.fqn for parameter in group["params"] for owned in self.names[id(parameter)]]
 
 
-def named(optimizer: torch.optim.Optimizer, key: str, owners: Owners) -> Named:
-    """Name every parameter of `optimizer`, which stands at `key` in the state. Names of one optimizer are unique."""
-    groups, holder = optimizer.param_groups, optimizer
+def named(optimizer: torch.optim.Optimizer, key: str, owners: Owners, *, loading: bool) -> Named | None:
+    """Name every parameter of `optimizer`, which stands at `key` in the state. Names of one optimizer are unique.
+
+    None when its own `state_dict` is not in torch's form: it is then an object with state like any other. Raises UnsupportedError
+    where that can't be, since parameters are sharded.
+    """
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        if getattr(optimizer, "_overlap_with_ddp", False):
-            raise UnsupportedError(key, "ZeroRedundancyOptimizer with overlap_with_ddp keeps no state that can be read")
-        holder = cast(Any, optimizer).optim
+        holder = _of_zero(optimizer, key)
+        names = _names(optimizer.param_groups, key, owners)
+        return Named(holder, optimizer.param_groups, key, names, _live_states(holder, key, names, loading=loading))
+    names = _names(optimizer.param_groups, key, owners)
+    if not goes_through_state_dict(optimizer):
+        return Named(optimizer, optimizer.param_groups, key, names, _live_states(optimizer, key, names, loading=loading))
+    given = optimizer.state_dict()
+    if not _in_torch_form(given, optimizer):
+        if any(_is_sharded(parameter, names) for group in optimizer.param_groups for parameter in group["params"]):
+            raise UnsupportedError(
+                key,
+                f"{type(optimizer).__name__}.state_dict() is not in the form of torch's optimizers (state, param_groups), so its "
+                "states can't be matched with sharded parameters: put what it wraps into the state instead",
+            )
+        return None
+    return _through(optimizer, given, key, names, loading=loading)
+
+
+def goes_through_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class or a hook may give or take another state than what `state` and `param_groups` hold."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    methods = ("state_dict", "load_state_dict", "_process_value_according_to_param_policy")
+    if any(getattr(kind, m) is not getattr(base, m) or m in optimizer.__dict__ for m in methods):
+        return True
+    if any(optimizer.__dict__.get(name) for name in _HOOKS):
+        return True
+    return not all(isinstance(key, torch.Tensor) for key in optimizer.state)
+
+
+_HOOKS = tuple(f"_optimizer_{when}_{order}_hooks" for when in ("state_dict", "load_state_dict") for order in ("pre", "post"))
+
+
+def _of_zero(optimizer: torch.optim.Optimizer, key: str) -> torch.optim.Optimizer:
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise UnsupportedError(key, "ZeroRedundancyOptimizer with overlap_with_ddp keeps no state that can be read")
+    if any(optimizer.__dict__.get(name) for name in _HOOKS):
+        raise UnsupportedError(
+            key, "ZeroRedundancyOptimizer with hooks on state dicts: register them on the optimizer that it wraps"
+        )
+    holder: torch.optim.Optimizer = cast(Any, optimizer).optim
+    if goes_through_state_dict(holder):
+        raise UnsupportedError(
+            key, f"ZeroRedundancyOptimizer over {type(holder).__name__}, which has a state_dict or hooks of its own"
+        )
+    return holder
+
+
+def _names(groups: Sequence[Mapping[str, Any]], key: str, owners: Owners) -> dict[int, tuple[Owned, ...]]:
     names: dict[int, tuple[Owned, ...]] = {}
     for g, group in enumerate(groups):
         own = group.get("param_names")
@@ -73,9 +129,59 @@ def named(optimizer: torch.optim.Optimizer, key: str, owners: Owners) -> Named:
     used = [owned.fqn for entry in names.values() for owned in entry]
     if len(set(used)) < len(used):  # one optimizer over several models
         names = {i: tuple(replace(o, fqn=f"{o.module}.{o.fqn}" if o.module else o.fqn) for o in e) for i, e in names.items()}
-    if any(owned.fqn == GROUPS for entry in names.values() for owned in entry):
-        raise UnsupportedError(key, f"a parameter is called {GROUPS!r}, which names the groups here: rename it")
-    return Named(holder, groups, key, names)
+    for reserved in RESERVED & {owned.fqn for entry in names.values() for owned in entry}:
+        raise UnsupportedError(key, f"a parameter is called {reserved!r}, which has another meaning here: rename it")
+    return names
+
+
+def _live_states(optimizer: torch.optim.Optimizer, key: str, names: Mapping[int, tuple[Owned, ...]], *, loading: bool) -> States:
+    for parameter in optimizer.state:
+        if id(parameter) not in names:
+            raise UnrepresentableError(
+                key, f"optimizer state for a {type(parameter).__name__} that is in no parameter group", "remove it from `state`"
+            )
+        if not isinstance(optimizer.state[parameter], dict):
+            raise UnrepresentableError(f"{key}/{names[id(parameter)][0].fqn}", f"{type(optimizer.state[parameter]).__name__}")
+    live = {id(parameter): state for parameter, state in optimizer.state.items()}
+    return {i: dict(state) for i, state in live.items()} if loading else live
+
+
+def _in_torch_form(given: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """{"state": by position, "param_groups": as many, each with as many positions as the live ones have parameters}."""
+    if not isinstance(given, dict) or not isinstance(given.get("state"), Mapping) or not isinstance(given.get(GROUPS), list):
+        return False
+    groups, live = given[GROUPS], optimizer.param_groups
+    return len(groups) == len(live) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and len(group["params"]) == len(own["params"])
+        and all(type(i) is int for i in group["params"])
+        for group, own in zip(groups, live, strict=True)
+    )
+
+
+def _is_sharded(parameter: torch.Tensor, names: Mapping[int, tuple[Owned, ...]]) -> bool:
+    held = names[id(parameter)]
+    return isinstance(parameter, DTensor) or len(held) > 1 or held[0].leaf.shape != tuple(parameter.shape)
+
+
+def _through(
+    optimizer: torch.optim.Optimizer, given: dict[str, Any], key: str, names: dict[int, tuple[Owned, ...]], *, loading: bool
+) -> Named:
+    """What the optimizer's own `state_dict` gave."""
+    live = optimizer.param_groups
+    if loading:  # all of it is handed to load_state_dict, nothing is written into live tensors
+        return Named(optimizer, live, key, names, {}, {}, through=True)
+    parameter = {
+        i: p for group, own in zip(given[GROUPS], live, strict=True) for i, p in zip(group["params"], own["params"], strict=True)
+    }
+    states = {id(parameter[i]): state for i, state in given["state"].items() if i in parameter}
+    extra = {name: x for name, x in given.items() if name not in {"state", GROUPS}}
+    others = {i: state for i, state in given["state"].items() if i not in parameter}
+    if others:
+        extra["state"] = others
+    groups = [{**group, "params": own["params"]} for group, own in zip(given[GROUPS], live, strict=True)]
+    return Named(optimizer, groups, key, names, states, extra, through=True)
 
 
 Node = Callable[[object, str], object]
@@ -83,14 +189,11 @@ Node = Callable[[object, str], object]
 
 
 def tree(item: Named, node: Node, *, groups: bool) -> dict[str, object]:
-    """The optimizer as a nest of dicts with leaves; its groups too if asked for."""
+    """The optimizer as a nest of dicts with leaves; its groups and extra state too if asked for."""
     out: dict[str, object] = {}
-    for parameter in item.optimizer.state:
-        if id(parameter) not in item.names:
-            raise UnrepresentableError(item.key, f"optimizer state for a {type(parameter).__name__} that is no parameter")
     for parameter, _ in item.parameters():
-        state = item.optimizer.state.get(parameter, {})
-        for owned in item.names[id(parameter)] if state else ():
+        state = item.states.get(id(parameter), {})
+        for owned in (o for o in item.names[id(parameter)] if state and not has_nothing(parameter, o)):
             at = f"{item.key}/{owned.fqn}"
             out[owned.fqn] = {name: _placed(x, owned.leaf, node, f"{at}/{name}") for name, x in state.items()}
     if groups:
@@ -101,7 +204,16 @@ def tree(item: Named, node: Node, *, groups: bool) -> dict[str, object]:
             }
             for g, group in enumerate(item.groups)
         ]
+        if item.extra:
+            out[EXTRA] = node(item.extra, f"{item.key}/{EXTRA}")
     return out
+
+
+def has_nothing(parameter: torch.Tensor, owned: Owned) -> bool:
+    """Whether FSDP1 gave this rank no element of a parameter. It gets no gradients then: its counters, if any, stand still."""
+    if parameter.numel() > 0 or owned.leaf.frame is not None or 0 in owned.leaf.shape:
+        return False
+    return bool(owned.leaf.parts) and not owned.leaf.parts[0][1].held
 
 
 def _placed(x: object, like: Leaf, node: Node, at: str) -> object:
@@ -117,127 +229,3 @@ def _placed(x: object, like: Leaf, node: Node, at: str) -> object:
         items: Any = x
         return type(items)(_placed(item, like, node, f"{at}/{i}") for i, item in enumerate(items))
     return node(x, at)
-
-
-# ---------------------------------------------------------------- loading
-
-
-def allocate(item: Named, specs: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-    """Make the states that are stored and that the optimizer does not have yet, zero, placed like their parameters.
-
-    `specs` maps parameter names to stored states by name. Master weights are left out for torch's own optimizers, which would
-    not use them. Raises UnsupportedError for a state whose shape does not tell how it is placed.
-    """
-    own = type(item.optimizer).__module__.startswith("torch.optim")
-    for parameter, group in item.parameters():
-        for owned in item.names[id(parameter)]:
-            if parameter.numel() == 0 and owned.leaf.parts and not owned.leaf.parts[0][1].held and owned.leaf.frame is None:
-                continue  # FSDP1 leaves an optimizer without state for parameters of which this rank has nothing
-            for name, spec in specs.get(owned.fqn, {}).items():
-                state = item.optimizer.state[parameter]
-                if name not in state and not (own and name == MASTER):
-                    state[name] = _zeros(parameter, group, owned, name, spec, own=own)
-
-
-def _zeros(
-    parameter: torch.Tensor, group: Mapping[str, Any], owned: Owned, name: str, spec: TensorSpec, *, own: bool
-) -> torch.Tensor:
-    dtype = spec.kind.torch
-    if own and name != "step" and dtype.is_floating_point and parameter.is_floating_point() and spec.shape:
-        dtype = parameter.dtype  # torch's own optimizers compute with states of the parameter's dtype only
-    if name != "step" and spec.shape == owned.leaf.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    if spec.shape == ():
-        # as torch's optimizers do: counters stay on the host, unless the update runs wholly on the device
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-    if isinstance(parameter, DTensor) or tuple(parameter.shape) != owned.leaf.shape:
-        raise UnsupportedError(
-            spec.name,
-            f"a state of shape {list(spec.shape)} for a sharded parameter of shape {list(owned.leaf.shape)}: "
-            "run one optimizer step before loading, so that it exists",
-        )
-    return torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
-
-
-def knows(stored: object, item: Named) -> set[str]:
-    """The names of those parameters whose states, or lack of them, the stored values tell."""
-    groups = stored.get(GROUPS) if isinstance(stored, dict) else None
-    told = {name for group in groups or [] if isinstance(group, dict) for name in group.get("params", [])}
-    return told & item.used
-
-
-def put_states(item: Named, stored: Mapping[str, Any]) -> None:
-    """Bring every state to what was stored: `stored` maps parameter names to states, pending where they were read in place.
-
-    States that were not stored are dropped, as torch's `load_state_dict` does.
-    """
-    told = knows(stored, item)
-    for parameter, _ in item.parameters():
-        fqns = [owned.fqn for owned in item.names[id(parameter)] if owned.fqn in told]
-        wanted: dict[str, object] = {}
-        for fqn in fqns:
-            wanted.update(stored.get(fqn, {}))
-        live = item.optimizer.state[parameter] if fqns and wanted else item.optimizer.state.get(parameter, {})
-        for name in [name for name in live if fqns and name not in wanted]:
-            del live[name]
-        for name, x in wanted.items():
-            if name in live or not isinstance(x, Pending):  # pending and unknown here: not for this optimizer
-                live[name] = assign(live.get(name), x)
-        if not live:
-            item.optimizer.state.pop(parameter, None)
-
-
-def put_groups(item: Named, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Give each live group the hyper-parameters of the stored group that held its parameters.
-
-    Raises NamesMismatchError when none did, UnsupportedError when several with different hyper-parameters did.
-    """
-    for group in item.groups:
-        chosen = choose_group(item, group, stored)
-        for name, x in chosen.items():
-            if name != "params" and not (name in OWN_CHOICES and name in group):
-                group[name] = assign(group.get(name), x)
-    # lets the class bring what an older version of it stored up to date, as torch's load_state_dict does
-    item.optimizer.__setstate__({"state": item.optimizer.state, GROUPS: item.optimizer.param_groups})
-
-
-def choose_group(item: Named, group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The hyper-parameters of the stored group that held the parameters of a live one; empty for one without parameters."""
-    held = holding(item, group, stored)
-    if not held:
-        return {}
-    first = {**held[0], "params": []}
-    if any(_differ(first, {**other, "params": []}) for other in held[1:]):
-        names = item.group_names(group)
-        raise UnsupportedError(
-            f"{item.key}/{GROUPS}", f"parameters of one group ({names[0]}, …) were stored in groups with other hyper-parameters"
-        )
-    return first
-
-
-def holding(item: Named, group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The stored groups that held parameters of a live one. Raises NamesMismatchError for parameters that none held."""
-    mine = set(item.group_names(group))
-    held = [s for s in stored if not mine.isdisjoint(s.get("params", []))]
-    missing = sorted(mine.difference(*(s["params"] for s in held)))
-    if missing:
-        raise NamesMismatchError(f"{item.key}/{GROUPS}", missing, ())
-    return held
-
-
-def fresh(item: Named, stored: Mapping[str, Any], inplace: AbstractSet[str]) -> Iterator[str]:
-    """Names of stored tensors in states that are not read in place and that the optimizer takes all the same."""
-    for parameter, _ in item.parameters():
-        live = item.optimizer.state.get(parameter, {})
-        for owned in item.names[id(parameter)]:
-            for name, x in stored.get(owned.fqn, {}).items():
-                if name in live or not isinstance(x, Pending):
-                    yield from (n for n in pending(x) if n not in inplace)
-
-
-def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    tensors_a, tensors_b = (values.split(dict(x), is_tensor) for x in (a, b))
-    if values.encode(tensors_a[0]) != values.encode(tensors_b[0]) or tensors_a[1].keys() != tensors_b[1].keys():
-        return True
-    return any(not torch.equal(x, tensors_b[1][name]) for name, x in tensors_a[1].items() if isinstance(x, torch.Tensor))

@@ -141,8 +141,11 @@ class Walker:
         optimizers = as_optimizers(x)
         if optimizers is None:
             return is_leafy(x)
-        self.named[id(x)] = [optimizer.named(one, values.join_name(*at), self.owners) for one in optimizers]
-        return True
+        found = [optimizer.named(one, values.join_name(*at), self.owners, loading=self.loading) for one in optimizers]
+        items = [item for item in found if item is not None]
+        if len(items) == len(found):
+            self.named[id(x)] = items
+        return bool(items) or is_leafy(x)
 
     def split(self) -> tuple[Leaves, object]:
         """All leaves by name, and the value tree."""
@@ -207,10 +210,10 @@ class Walker:
         for tree in trees:
             for key, item in tree.items():
                 if key in out and key != optimizer.GROUPS:
-                    raise UnsupportedError(f"{items[0].key}/{key}", "two optimizers hold states of this parameter")
+                    raise UnsupportedError(f"{items[0].key}/{key}", "two optimizers in one list have such a state: use a dict")
                 out[key] = item
         if not self.loading:
-            out[optimizer.GROUPS] = unite([tree[optimizer.GROUPS] for tree in trees], items[0].key)
+            out[optimizer.GROUPS] = unite([tree[optimizer.GROUPS] for tree in trees])
         return out
 
     def _rank_local(self, x: RankLocalItem, at: tuple[str, ...]) -> values.RankLocal:
@@ -280,12 +283,16 @@ def _visit(x: Any, at: tuple[str, ...], stop: Callable[[Any, tuple[str, ...]], b
             _visit(item, (*at, str(key)), stop)
 
 
-def unite(groups: list[Any], key: str) -> list[Any]:
-    """The parameter groups of several optimizers that are one: by position, as the ranks' groups are."""
+def unite(groups: list[Any]) -> list[Any]:
+    """The parameter groups of several optimizers in one list.
+
+    By position, as the ranks' groups are, where they are alike (the stages of a pipeline), else one after the other (Muon beside
+    AdamW). Loading goes by the names of their parameters.
+    """
     try:
         merged: Any = values.merge([{optimizer.GROUPS: item} for item in groups])
-    except (ValueConflictError, UnrepresentableError) as error:
-        raise UnsupportedError(key, f"optimizers in one list must have equal hyper-parameters ({error}): use a dict") from None
+    except (ValueConflictError, UnrepresentableError):
+        return [group for item in groups for group in item]
     return list(merged[optimizer.GROUPS])
 
 

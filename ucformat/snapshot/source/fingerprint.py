@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ucformat.reshard.state import fsdp
+from ucformat.reshard.state.optimizer import goes_through_state_dict
 from ucformat.reshard.state.walk import as_modules, as_optimizers, is_leafy
 
 Path = tuple[str, ...]
@@ -131,7 +132,8 @@ def _module(module: nn.Module, found: Survey) -> None:
 
 def _optimizer(optimizer: torch.optim.Optimizer, found: Survey) -> Loose:
     kind = type(optimizer)
-    if kind.__name__ == "ZeroRedundancyOptimizer":  # its states are elsewhere
+    # its states are elsewhere, or what its own state_dict and hooks make of them
+    if kind.__name__ == "ZeroRedundancyOptimizer" or goes_through_state_dict(optimizer):
         raise UnfamiliarError(kind)
     states, allow_shape_mismatch, held = optimizer.state, Loose(optimizer.param_groups), 0
     found.facts += (kind, len(optimizer.param_groups))

@@ -148,7 +148,7 @@ def _rest(state: Mapping[str, object], seen: Survey, known: _Known) -> dict[str,
         inside.update((fqn, module.extra_state(seen.modules[i])) for fqn, i in extra)
         rest = _put(rest, at, inside)
     for (at, _, items), names in zip(seen.optimizers, known.names, strict=True):
-        rest = _put(rest, at, _optimizers(items, names, at))
+        rest = _put(rest, at, _optimizers(items, names))
     return rest
 
 
@@ -159,7 +159,7 @@ def _put(tree: Any, at: Path, x: object) -> Any:
     )
 
 
-def _optimizers(items: Sequence[Loose], names: Sequence[Mapping[int, str]], at: Path) -> dict[str, object]:
+def _optimizers(items: Sequence[Loose], names: Sequence[Mapping[int, str]]) -> dict[str, object]:
     """Optimizers that are one without their tensors: what a full look makes of them otherwise."""
     out: dict[str, object] = {}
     groups = []
@@ -175,5 +175,5 @@ def _optimizers(items: Sequence[Loose], names: Sequence[Mapping[int, str]], at: 
                 for group in item.groups
             ]
         )
-    out[optimizer.GROUPS] = unite(groups, "/".join(at))
+    out[optimizer.GROUPS] = unite(groups)
     return out
