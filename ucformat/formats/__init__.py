@@ -12,6 +12,7 @@ from types import ModuleType
 
 from ucformat.catalog import Catalog
 from ucformat.errors import NotACheckpointError, UnsupportedError
+from ucformat.formats import strangers
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
 
@@ -32,6 +33,9 @@ def detect(source: Source) -> ModuleType:
         module = _module(name)
         if module.detect(source):
             return module
+    known = strangers.describe(source)
+    if known is not None:
+        raise NotACheckpointError(source.url, known)
     known = ", ".join(_module(name).NAME for name in READERS)
     raise NotACheckpointError(source.url, f"no reader recognises it (known: {known})")
 
