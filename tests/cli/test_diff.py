@@ -55,6 +55,12 @@ def test_status_of_the_real_program(src: Path, tmp_path: Path) -> None:
     assert spawn("diff", src, tmp_path / "other").status == 1
 
 
+def test_an_exclusion_that_matches_nothing_is_an_error(ucconvert: Program, src: Path) -> None:
+    answer = ucconvert("diff", src, src, "--exclude", "optimzer/*")
+    assert answer.status == 1
+    assert "no name matches 'optimzer/*'" in answer.err
+
+
 def test_select_and_exclude_count_for_values_too(ucconvert: Program, tmp_path: Path) -> None:
     groups = [{"lr": 0.1, "params": ["w"]}]
     write_native(tmp_path / "a", {"model/w": torch.ones(2)}, values={"step": 1, "optimizer": {"param_groups": groups, "x": 1}})

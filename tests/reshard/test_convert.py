@@ -200,7 +200,9 @@ def test_select_and_exclude_choose_names_and_values(src: str, tmp_path: Path) ->
     assert opened(tmp_path / "again").values == {"step": 10}
 
 
-@pytest.mark.parametrize(("select", "exclude"), [(["nothing/*"], []), (["model/*", "modle/*"], []), ([], ["*"])])
+@pytest.mark.parametrize(
+    ("select", "exclude"), [(["nothing/*"], []), (["model/*", "modle/*"], []), ([], ["*"]), ([], ["optimzer/*"])]
+)
 def test_a_choice_that_matches_nothing_is_an_error(src: str, tmp_path: Path, select: list[str], exclude: list[str]) -> None:
     with pytest.raises(UnsupportedError):
         convert(src, str(tmp_path / "out"), "native", select=select, exclude=exclude)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from ucformat.reshard.selection.mesh_layout import MeshLayout
 
 _NAMES_SHOWN = 6
+_EQUALS = re.compile(r"(?<!\(\?)(?<!\(\?<)=")  # not that of (?=…) and (?<=…)
 
 
 def convert(
@@ -26,6 +29,9 @@ def convert(
     companions: str | None = typer.Option(None, metavar="DIR", help="Model directory whose config, tokenizer… go along."),
     select: list[str] | None = typer.Option(None, help="Only names that match this glob, as `model/*`. Repeatable."),
     exclude: list[str] | None = typer.Option(None, help="Not names that match this glob. Repeatable."),
+    rename: list[str] | None = typer.Option(
+        None, help="Rename: `REGEX=TEXT` over names, as `^model/net\\.=model/`. Repeatable, applied in order."
+    ),
     layout: str | None = typer.Option(None, help="Cut for a mesh, one file per rank: `dp=2,tp=4` or a JSON rule file."),
     max_file_size: str = typer.Option("4GiB", help="Largest file of an output that is split into several."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the checkpoint at DST."),
@@ -52,6 +58,7 @@ def convert(
             companions=companions,
             select=select or (),
             exclude=exclude or (),
+            rename=parse_renames(rename or ()),
             layout=mesh,
             max_file_bytes=limit,
             overwrite=overwrite,
@@ -62,6 +69,15 @@ def convert(
     with progress(f"{conversion.read_as} → {to}", -(-conversion.written_bytes // group.size)) as advance:
         report = run(conversion, group, lambda done, total: advance(done))
     _tell_report(conversion, report, json)
+
+
+def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """`REGEX=TEXT`, cut at the first `=` that is no part of a lookahead or lookbehind."""
+    found = [_EQUALS.split(text, maxsplit=1) for text in texts]
+    for text, parts in zip(texts, found, strict=True):
+        if len(parts) != 2 or not parts[0]:
+            raise typer.BadParameter(f"{text!r} is not REGEX=TEXT", param_hint="--rename")
+    return [(parts[0], parts[1]) for parts in found]
 
 
 def read_layout(text: str) -> MeshLayout:

@@ -43,6 +43,7 @@ def diff(
         return
     both = [open_catalog(path) for path in (a, b)]
     expect_matches(select or (), both, f"{a} and {b}", values=values)
+    expect_matches(exclude or (), both, f"{a} and {b}", values=True)
     left, right = (narrow(catalog, select or (), exclude or ()) for catalog in both)
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     done = 0

@@ -30,6 +30,7 @@ from ucformat.formats.hf.writer import without_adapter
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob
 from ucformat.group import Group
+from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, wants
 from ucformat.reshard.restoring import master_weights
@@ -129,6 +130,7 @@ def convert(
     companions: str | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    rename: Rename = (),
     layout: MeshLayout | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -138,6 +140,10 @@ def convert(
     """Convert the checkpoint at `src` into format `to` at `dst`. Every rank of `group` calls it and does its share.
 
     `select` and `exclude` are globs over names (`model/*`; one without wildcards means itself and all below it).
+    `rename` changes names first: a function, or pairs of a regular expression and what takes the place of each match, over
+    canonical names (`model/<parameter>`, `optimizer/<parameter>/<state>`). Into hf, what wrappers add to names
+    (`_orig_mod.`, `module.`…) is left out anyway.
+
     `dtype` converts the floating-point tensors of the model (F64, F32, F16, BF16 among each other), but for those whose names
     match a glob in `keep_dtype` and those that the model's library keeps wide in half precision (the report lists these);
     optimizer state and integers are never converted, and quantised models are refused without `keep_dtype`. Of mixed-precision
@@ -157,6 +163,7 @@ def convert(
             companions=companions,
             select=select,
             exclude=exclude,
+            rename=rename,
             layout=layout,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
@@ -177,6 +184,7 @@ def prepare(
     companions: str | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    rename: Rename = (),
     layout: MeshLayout | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -197,6 +205,8 @@ def prepare(
     catalog = reader.open_catalog(source)
     store, file = _destination(dst, to)
     _check_destination(src, dst, to, store, file, overwrite)
+    catalog = rename_catalog(catalog, rename) if rename else catalog
+    catalog, unwrapped = unwrap_model(catalog) if to == "hf" else (catalog, "")
     masters = master_weights.converted_weights(catalog, wanted_dtype)
     masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
     chosen = choose(master_weights.from_their_masters(catalog, masters), to, select, exclude, src)
@@ -204,12 +214,13 @@ def prepare(
     chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
     kept = chosen.catalog
     beside = _companions(source, reader, kept) if companions is None else _named_companions(companions)
-    exact = [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
-    specs, remarks = list(kept.tensors), [*catalog.notes.remarks, *exact, *chosen.remarks(to)]
+    said = [unwrapped] if unwrapped else []
+    said += [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
+    specs, remarks = list(kept.tensors), [*catalog.notes.remarks, *said, *chosen.remarks(to)]
     if wanted_dtype is not None:
         wanted = Precision(wanted_dtype, tuple(keep_dtype), sidecar_files.configs(beside))
-        specs, said = converted(specs, wanted, src)
-        remarks += said
+        specs, kept_wide = converted(specs, wanted, src)
+        remarks += kept_wide
     pieces, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
     read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
     fill = CatalogFill(kept, pieces, [target.name for target in pieces])

@@ -84,9 +84,10 @@ def choose(catalog: Catalog, to: str, select: Sequence[str], exclude: Sequence[s
     keeps its hyper-parameters; `exclude` drops by path. Raises UnsupportedError when a pattern matches nothing or all is dropped.
     """
     chosen = list(filter(chooser(select, exclude), catalog.names))
+    expect_matches(select, [catalog], where)
+    expect_matches(exclude, [catalog], where, values=True)
     if catalog.names and not chosen:
         raise UnsupportedError(where, "the selection leaves no tensor")
-    expect_matches(select, [catalog], where)
     values, lost = _choose_values(catalog.values, to, select, exclude)
     opaque: list[str] = []
     gone: set[str] = set()

@@ -15,11 +15,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ucformat.errors import UnrepresentableError, UnsupportedError
+from ucformat.naming import TRANSPARENT
 from ucformat.reshard.state import fsdp
 from ucformat.reshard.state.leaf import Leaf, leaf
-
-TRANSPARENT = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-"""Names under which wrappers hold the module they wrap; no part of a parameter's name."""
 
 EXTRA_STATE = "_extra_state"  # torch's own name for what get_extra_state gives
 
