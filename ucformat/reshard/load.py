@@ -72,6 +72,7 @@ def _plan(
 ) -> tuple[Loading, Reading, list[bool]]:
     """What to read into live memory, and then into new tensors for `Loading.fresh`; and what of it is in memory."""
     loading = prepare(into, catalog, group)
+    catalog = loading.catalog  # optimizer states that were stored by number have names there
     pieces = master_weights.from_masters(_known(loading.pieces, catalog), catalog)
     _check_names(loading, catalog, options, group)
     reading: Reading | None = None

@@ -210,7 +210,8 @@ def put(matched: Matched, stored: Mapping[str, Any]) -> None:
 def _put_states(item: Named, stored: Mapping[str, Any]) -> None:
     known = knows(stored, item)
     for parameter, _ in item.parameters():
-        if any(owned.fqn in known for owned in item.names[id(parameter)]):
+        names = [owned for owned in item.names[id(parameter)] if not has_nothing(parameter, owned)]
+        if any(owned.fqn in known for owned in names):
             new = _restored(item, parameter, known, stored)
             if new:
                 live = item.optimizer.state[parameter]
@@ -225,7 +226,8 @@ def _restored(item: Named, parameter: torch.Tensor, known: AbstractSet[str], sto
     made = item.states.get(id(parameter), {})
     out: dict[str, Any] = {}
     for owned in item.names[id(parameter)]:
-        for name, x in stored.get(owned.fqn, {}).items() if owned.fqn in known else ():
+        held = owned.fqn in known and not has_nothing(parameter, owned)
+        for name, x in stored.get(owned.fqn, {}).items() if held else ():
             if name in made or not isinstance(x, Pending):  # pending and unknown here: not for this optimizer
                 out[name] = assign(made.get(name), x if name == "step" else _moved(x, parameter))
     return out

@@ -21,7 +21,7 @@ from ucformat.catalog import Catalog, TensorSpec
 from ucformat.errors import UnsupportedError, ValueConflictError
 from ucformat.group import Group
 from ucformat.reshard.reading.lazy import read_many
-from ucformat.reshard.restoring import optimizers
+from ucformat.reshard.restoring import by_position, optimizers
 from ucformat.reshard.restoring.apply import Putter, find, own_settings
 from ucformat.reshard.state import optimizer
 from ucformat.reshard.state.assign import Pending
@@ -65,10 +65,14 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
     walker = Walker(state, group, loading=True)
     leaves: Leaves = {}
     tree: object = {}
+    remarks: tuple[str, ...] = ()
     error: Exception | None = None
     try:
         tree = values.join(catalog.values, {name: Pending(name) for name in catalog.names})
         walker.prepare()
+        catalog, remarks = by_position.with_names(catalog, tree, list(walker.named.values()))
+        if remarks:
+            tree = values.join(catalog.values, {name: Pending(name) for name in catalog.names})
         for items in walker.named.values():
             _prepare_optimizers(items, catalog, tree, walker)
         leaves, _ = walker.split()
@@ -81,7 +85,7 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
     with group.together("preparing the load"):
         loading = _plan(state, catalog, walker, place_uneven(leaves, claims), tree)
     assert loading is not None
-    return loading
+    return replace(loading, remarks=(*remarks, *loading.remarks))
 
 
 def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, leaves: Leaves, tree: object) -> Loading:
