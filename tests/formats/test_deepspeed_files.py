@@ -287,6 +287,42 @@ def test_latest_never_leads_out_of_the_folder(text: str, tmp_path: Path) -> None
         deepspeed.open_catalog(source)
 
 
+@pytest.mark.parametrize("text", ["global_step9", "../z1n3/global_step3", ""])
+def test_latest_that_leads_nowhere_is_an_error_that_names_both(text: str, tmp_path: Path) -> None:
+    """Another step would be opened in silence."""
+    run = copy_of("z1n3", tmp_path)
+    (run / "latest").write_text(text)
+    with pytest.raises(MissingFileError, match=r"latest.*there is global_step3: give that folder") as caught:
+        formats.open_catalog(str(run))
+    assert text != "global_step9" or "global_step9" in str(caught.value)
+    formats.open_catalog(str(run / "global_step3"))
+
+
+def test_latest_of_a_run_whose_tags_are_gone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step9")
+    (tmp_path / "zero_to_fp32.py").write_text("")
+    with pytest.raises(MissingFileError, match="global_step9"):
+        formats.open_catalog(str(tmp_path))
+
+
+def test_several_tags_without_latest_are_named(tmp_path: Path) -> None:
+    run = copy_of("z1n3", tmp_path)
+    (run / "latest").unlink()
+    (run / "global_step3").rename(run / "global_step30")
+    formats.open_catalog(str(run))
+    copy_of("z2n2", tmp_path)
+    (tmp_path / "z2n2" / "global_step3").rename(run / "global_step200")
+    with pytest.raises(NotACheckpointError, match=r"which of global_step200, global_step30 to take"):
+        formats.open_catalog(str(run))
+
+
+@pytest.mark.parametrize("kind", ["z2exclude", "z3exclude"])
+def test_weights_that_were_left_out_on_saving_are_said_to_be(kind: str) -> None:
+    assert any("exclude_frozen_parameters" in remark for remark in open_kind(DATA / kind).notes.remarks)
+    for other in ("z2frozen", "z3frozen", "z1frozen", "z3n3", "z0", "bf16opt"):
+        assert not any("exclude_frozen_parameters" in remark for remark in open_kind(DATA / other).notes.remarks), other
+
+
 def test_foreign_folders_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
     (tmp_path / "model.safetensors").write_bytes(b"")

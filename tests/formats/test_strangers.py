@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from ucformat import formats
-from ucformat.errors import NotACheckpointError
+from ucformat.errors import NotACheckpointError, UnsupportedError
+
+DATA = Path(__file__).parent.parent / "data"
 
 
 def why(path: Path) -> str:
@@ -67,3 +69,24 @@ def test_folders_with_weights_are_named(tmp_path: Path) -> None:
 def test_what_is_not_known_is_answered_with_the_formats_that_are(tmp_path: Path) -> None:
     put(tmp_path / "letter.txt")
     assert "known: " in why(tmp_path)
+
+
+def test_checkpoints_of_nemo_name_the_part_to_give(tmp_path: Path) -> None:
+    put(tmp_path / "two/weights/common.pt")
+    put(tmp_path / "two/context/model.yaml")
+    assert "give the folder weights" in why(tmp_path / "two")
+    put(tmp_path / "one/model_config.yaml")
+    put(tmp_path / "one/model_weights.ckpt")
+    assert "give model_weights.ckpt" in why(tmp_path / "one")
+
+
+def test_a_bytecheckpoint_run_is_named_with_its_exporter(tmp_path: Path) -> None:
+    """Real metadata of ByteCheckpoint 0.0.2."""
+    metadata = (DATA / "bytecheckpoint" / "metadata").read_bytes()
+    put(tmp_path / "global_step_0/model/.metadata", metadata)
+    put(tmp_path / "global_step_0/extra_state/extra_state_rank_0.pt")
+    put(tmp_path / "latest_checkpointed_iteration.txt", b"0")
+    assert "merge_bcp.py" in why(tmp_path)
+    assert "merge_bcp.py" in why(tmp_path / "global_step_0")
+    with pytest.raises(UnsupportedError, match=r"merge_bcp\.py"):
+        formats.open_catalog(str(tmp_path / "global_step_0" / "model"))

@@ -24,8 +24,11 @@ _KINDS = {
 _MAGIC = {b"GGUF": ".gguf", b"\x89HDF": ".h5"}
 _TRAINER = re.compile(r"checkpoint-(\d{1,12})/")
 _HUB = re.compile(r"(models|datasets|spaces)--.+/")
+_BYTES = re.compile(r"global_step_\d{1,12}/")
+_BYTECHECKPOINT = b"bytecheckpoint."  # how the classes in its metadata are called
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".distcp", "ucf.json", ".metadata")
 _LOOKED_INTO = 64  # folders
+_LEAD_BYTES = 256  # of a pickle: its class comes first
 
 
 def describe(source: Source) -> str | None:
@@ -55,6 +58,14 @@ def _directory(store: Store) -> str | None:
     cached = [name.rstrip("/") for name in names if _HUB.fullmatch(name)]
     if cached:
         return f"a cache of the Hub: give snapshots/<revision> in one of {shorten(cached)}"
+    if "latest_checkpointed_iteration.txt" in names or {"model/", "extra_state/"}.issubset(names):
+        inner = store if "model/" in names else next((store.sub(n.rstrip("/")) for n in names if _BYTES.fullmatch(n)), store)
+        if _BYTECHECKPOINT in _lead(inner, "model/.metadata"):
+            return "a ByteCheckpoint checkpoint: export it with its merge_bcp.py, and give the safetensors files"
+    if {"weights/", "context/"}.issubset(names):
+        return "a NeMo checkpoint: give the folder weights in it"
+    if "model_config.yaml" in names and {"model_weights.ckpt", "model_weights/"} & set(names):
+        return "an unpacked NeMo archive: give model_weights.ckpt or the folder model_weights in it"
     kinds = {_suffix(name): name for name in names if _suffix(name) in _KINDS}
     if kinds:
         suffix, name = min(kinds.items())
@@ -63,6 +74,11 @@ def _directory(store: Store) -> str | None:
         name.rstrip("/") for name in names[:_LOOKED_INTO] if name.endswith("/") and _holds_weights(store.list(name.rstrip("/")))
     ]
     return f"its folders hold weights: give one of {shorten(inside)}" if inside else None
+
+
+def _lead(store: Store, path: str) -> bytes:
+    """The first bytes of a file, none where there is no such file."""
+    return store.read(path, 0, min(_LEAD_BYTES, store.size(path))) if store.exists(path) else b""
 
 
 def _snapshot(store: Store) -> str:

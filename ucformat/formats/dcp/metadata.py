@@ -59,10 +59,13 @@ class Metadata:
 
 
 def read_metadata(store: Store) -> Metadata:
-    """Read and check `.metadata`. Raises MissingFileError, FormatError, UnsafePickleError, VersionError."""
+    """Read and check `.metadata`. Raises MissingFileError, FormatError, UnsafePickleError, VersionError, UnsupportedError."""
     if not store.exists(FILE):
         raise MissingFileError(f"{store.url}/{FILE}", "missing: an unfinished or foreign checkpoint")
     tree = unpickle(store.read(FILE), FILE)
+    if isinstance(tree, Inert) and tree.class_name.startswith("bytecheckpoint."):
+        why = "part of a ByteCheckpoint checkpoint, whose .distcp files hold bare bytes and are read by its own programs only"
+        raise UnsupportedError(store.url, f"{why}: export it with its merge_bcp.py, and convert the safetensors files")
     if not isinstance(tree, Inert) or not tree.class_name.endswith(".Metadata"):
         raise FormatError(FILE, "the pickle is no DCP metadata")
     fields = tree.attributes

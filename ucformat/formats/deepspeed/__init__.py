@@ -13,7 +13,7 @@ from ucformat.catalog import Catalog, Notes
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 from ucformat.formats.deepspeed import files as found_files
 from ucformat.formats.deepspeed.files import LATER, RankFiles, expect_ranks
-from ucformat.formats.deepspeed.model import add_sliced, add_whole, parse_model
+from ucformat.formats.deepspeed.model import add_sliced, add_whole, frozen_excluded, parse_model
 from ucformat.formats.deepspeed.optim import RankOptim, mapping, parse
 from ucformat.formats.deepspeed.per_rank import unite
 from ucformat.formats.deepspeed.records import Opened
@@ -59,6 +59,11 @@ def open_catalog(source: Source) -> Catalog:
     model = parse_model(tree, files.model[0], ranks)
     others = _other_models(opened, files) if files.sliced else []
     found = add_sliced(opened, model, ranks, others) if files.sliced else add_whole(opened, model, ranks)
+    if frozen_excluded(model, _stage(tree)):
+        opened.remarks.append(
+            "weights that were not trained are not in it (saved with exclude_frozen_parameters, as LoRA runs are): "
+            "they come from the base model"
+        )
     values = _values(opened, [tree, *others], model.rest, found, list(files.model.values()))
     step, world = tree.get("global_steps"), len(ranks) or _count(tree, "dp_world_size")
     notes = Notes(NAME, step if type(step) is int else None, {"dp": world} if world else {}, tuple(opened.remarks))
@@ -84,6 +89,13 @@ def _refuse(tree: Mapping[Any, Any], files: RankFiles) -> None:
         raise UnsupportedError(url, f"a DeepSpeed checkpoint with mixture of experts: {LATER}")
     if type(mics) is int and mics > 0:
         raise UnsupportedError(url, f"a DeepSpeed checkpoint sharded in groups of {mics} ranks (MiCS): {LATER}")
+
+
+def _stage(tree: Mapping[Any, Any]) -> object:
+    """The ZeRO stage that the configuration names."""
+    config = tree.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return zero.get("stage") if isinstance(zero, dict) else None
 
 
 def _count(tree: Mapping[Any, Any], key: str) -> int:

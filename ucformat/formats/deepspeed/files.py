@@ -15,6 +15,7 @@ from ucformat.formats.source import Source
 from ucformat.storage.store import Store
 
 LATER = "support comes in a later release"
+_SCRIPT = "zero_to_fp32.py"  # DeepSpeed puts it beside the tags
 _TAG_BYTES = 4096  # a longer `latest` is no name of a folder
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -43,29 +44,40 @@ def _is_deepspeed(names: Iterable[str]) -> bool:
 
 
 def detect(source: Source) -> bool:
-    """Whether a directory is a DeepSpeed run folder or tag folder. Never raises."""
+    """Whether a directory is a DeepSpeed run folder or tag folder, or one that does not say which tag. Never raises."""
     if source.file is not None:
         return False
     try:
         return _find(source.store) is not None
+    except (MissingFileError, NotACheckpointError):
+        return True  # `open_catalog` says what is missing
     except UcformatError:
         return False
 
 
 def _find(store: Store) -> Store | None:
-    """The tag folder in or at `store`, or None. Raises MissingFileError, FormatError for a `latest` that leads nowhere."""
+    """The tag folder in or at `store`, or None.
+
+    Raises MissingFileError for a `latest` that leads nowhere, NotACheckpointError when nothing says which of several is meant.
+    """
     names = store.list()
     if _is_deepspeed(names):
         return store
+    tags = [name.rstrip("/") for name in names if _TAG.fullmatch(name) and _is_deepspeed(store.list(name.rstrip("/")))]
     for pointer in ("latest", "latest_universal"):
-        if pointer in names:
-            tag = _tag(store, pointer)
-            if tag is not None and _is_deepspeed(store.list(tag)):
-                return store.sub(tag)
-    tags = [name for name in names if _TAG.fullmatch(name) and _is_deepspeed(store.list(name.rstrip("/")))]
+        if pointer not in names:
+            continue
+        tag = _tag(store, pointer)
+        if tag is not None and _is_deepspeed(store.list(tag)):
+            return store.sub(tag)
+        if tags or (tag is not None and _SCRIPT in names):
+            told = f"{pointer!r} names {tag!r}, which holds no DeepSpeed files" if tag else f"{pointer!r} names no folder"
+            there = f"there is {', '.join(tags)}: give that folder" if tags else "and there are no others"
+            raise MissingFileError(f"{store.url}/{tag or pointer}", f"{told}; {there}")
     if len(tags) > 1:
-        raise NotACheckpointError(store.url, f"no usable file `latest` says which of {', '.join(tags)} to take: give one of them")
-    return store.sub(tags[0].rstrip("/")) if tags else None
+        why = f"a DeepSpeed run without a file `latest` that says which of {', '.join(tags)} to take: give one of these folders"
+        raise NotACheckpointError(store.url, why)
+    return store.sub(tags[0]) if tags else None
 
 
 def _tag(store: Store, pointer: str) -> str | None:

@@ -67,6 +67,15 @@ def parse_model(tree: Mapping[Any, Any], file: str, ranks: Sequence[RankOptim]) 
     return Model(file, tree, tensors, rest, shapes or [], dict(shared), names)
 
 
+def frozen_excluded(model: Model, stage: object) -> bool:
+    """Whether weights that were not trained were left out on saving (`exclude_frozen_parameters`)."""
+    trained = model.trained
+    if stage in (2, 3) and model.tree.get("frozen_param_shapes", ...) is None:  # else a dict, if an empty one
+        return True
+    adapters = [name for name in trained if ".lora_" in name]
+    return bool(adapters) and set(model.tensors) <= {*trained, *model.buffers, *model.shared}
+
+
 def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> OptimizerState:
     """Add weights and optimizer state of ZeRO-0, 1, 2 and BF16_Optimizer."""
     tensors = model.tensors
