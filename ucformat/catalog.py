@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from ucformat import box as boxes
 from ucformat.box import Box, Ints
 from ucformat.dtypes import DTYPES, DType
-from ucformat.errors import FormatError
+from ucformat.errors import FormatError, UnsupportedError
 from ucformat.storage.store import Store
+from ucformat.values.codec import Opaque
 
 MAX_BYTES = (1 << 63) - 1  # of a tensor, and of any of its dimensions: offsets are int64
 
@@ -160,10 +161,24 @@ class Catalog:
     _index: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def find(self, name: str) -> int:
-        """Index of a tensor, by its name or an alias. Raises KeyError."""
+        """Index of a tensor, by its name or an alias. Raises KeyError, UnsupportedError as `refuse_opaque`."""
         if not self._index:
             self._index.update((spec.name, i) for i, spec in enumerate(self.tensors))
-        return self._index[self.aliases.get(name, name)]
+        index = self._index.get(self.aliases.get(name, name))
+        if index is None:
+            self.refuse_opaque(name)
+            raise KeyError(name)
+        return index
+
+    def refuse_opaque(self, name: str) -> None:
+        """Raise UnsupportedError when `name` is stored, but not as a dense tensor: as an `Opaque` among the values."""
+        node = self.values
+        for part in name.split("/"):
+            if isinstance(node, Opaque) or not isinstance(node, dict):
+                break
+            node = node.get(part.replace("%2F", "/").replace("%25", "%"))
+        if isinstance(node, Opaque):
+            raise UnsupportedError(f"{self.store.url}: {name}", f"can't be read as a tensor: it is stored as {node.class_name}")
 
     def spec(self, name: str) -> TensorSpec:
         return self.tensors[self.find(name)]

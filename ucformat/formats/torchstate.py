@@ -186,6 +186,8 @@ def plain(tree: Any, *, exact: bool, path: str = "") -> Any:
         return plain({_RANK_LOCAL: tree.policy, "coords": list(tree.coords), "values": list(tree.values)}, exact=exact, path=path)
     if isinstance(tree, Opaque):
         raise UnrepresentableError(path, tree.class_name, "its class is not known here: leave it out")
+    if type(tree).__module__.startswith("ucformat.pickles"):  # nobody who loads the file has to have us
+        raise UnrepresentableError(path, type(tree).__name__, "no torch program knows it: leave it out")
     return tree if exact else _simple(tree)
 
 

@@ -6,13 +6,18 @@ the call. Nothing is imported, nothing is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
+
+_NONE: Mapping[str, object] = MappingProxyType({})  # millions of stand-ins share it: most calls have no keywords
 
 
 class InertType(type):
     """Type of the stand-in classes. Sealed, so that a pickle cannot change one for the next reader."""
+
+    class_name: str
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise TypeError("stand-ins can't be changed")
@@ -27,14 +32,14 @@ class Inert(metaclass=InertType):
     __slots__ = ("args", "entries", "items", "kwargs", "state")
     class_name: ClassVar[str] = ""
     args: tuple[object, ...]
-    kwargs: dict[str, object]
+    kwargs: Mapping[str, object]
     state: object
-    entries: list[object]
-    items: list[tuple[object, object]]
+    entries: Sequence[object]
+    items: Sequence[tuple[object, object]]
 
     def __new__(cls, *args: object, **kwargs: object) -> Inert:
         self = object.__new__(cls)
-        self.args, self.kwargs, self.state, self.entries, self.items = args, kwargs, None, [], []
+        self.args, self.kwargs, self.state, self.entries, self.items = args, kwargs or _NONE, None, (), ()
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -44,16 +49,19 @@ class Inert(metaclass=InertType):
         self.state = state
 
     def __setitem__(self, key: object, value: object) -> None:
+        if not isinstance(self.items, list):
+            self.items = []
         self.items.append((key, value))
 
     def append(self, entry: object) -> None:
-        self.entries.append(entry)
+        self.extend((entry,))
 
     def extend(self, entries: Iterable[object]) -> None:
+        if not isinstance(self.entries, list):
+            self.entries = []
         self.entries.extend(entries)
 
-    def add(self, entry: object) -> None:
-        self.entries.append(entry)
+    add = append
 
     def __repr__(self) -> str:
         return f"<inert {self.class_name}>"
@@ -82,7 +90,7 @@ _HOSTILE_MODULES = frozenset(
         "resource", "signal", "_signal", "pickle", "_pickle", "cPickle", "marshal", "shelve", "ctypes", "_ctypes", "cffi",
         "code", "codeop", "commands", "popen2", "webbrowser", "multiprocessing", "_multiprocessing", "threading", "_thread",
         "concurrent", "asyncio", "pdb", "bdb", "timeit", "profile", "cProfile", "trace", "pydoc", "doctest", "gc", "atexit",
-        "site", "venv", "ensurepip", "tempfile", "glob", "fileinput", "linecache", "inspect", "operator", "_operator",
+        "site", "venv", "ensurepip", "tempfile", "glob", "fileinput", "linecache", "inspect",
         "requests", "urllib", "urllib2", "urllib3", "http", "httplib", "httpx", "aiohttp", "ftplib", "smtplib", "poplib",
         "imaplib", "telnetlib", "xmlrpc", "platform", "pip", "setuptools", "distutils", "pkg_resources", "sqlite3",
         "antigravity", "this", "idlelib", "lib2to3", "unittest", "_pytest", "pytest", "nose", "fabric", "paramiko",
@@ -98,11 +106,10 @@ _HOSTILE_PREFIXES = (
 _HOSTILE_NAMES = frozenset(
     {
         "builtins.eval", "builtins.exec", "builtins.compile", "builtins.open", "builtins.__import__", "builtins.setattr",
-        "builtins.delattr", "builtins.globals", "builtins.locals", "builtins.vars", "builtins.dir", "builtins.input",
-        "builtins.raw_input", "builtins.breakpoint", "builtins.map", "builtins.filter", "builtins.reduce", "builtins.apply",
+        "builtins.delattr", "builtins.globals", "builtins.locals", "builtins.vars", "builtins.input",
+        "builtins.raw_input", "builtins.breakpoint", "builtins.reduce", "builtins.apply",
         "builtins.execfile", "builtins.file", "builtins.reload", "builtins.exit", "builtins.quit", "builtins.help",
-        "builtins.print", "builtins.memoryview", "builtins.super", "builtins.classmethod", "builtins.staticmethod",
-        "builtins.property", "functools.partial", "functools.partialmethod", "functools.reduce", "functools.cached_property",
+        "functools.reduce",
         "torch.load", "torch.save", "torch.compile", "torch.from_file", "torch.serialization.load",
         "torch.serialization._load", "torch.serialization._legacy_load", "torch.ops", "torch.classes",
         "torch.utils.import_utils", "numpy.load", "numpy.save", "numpy.fromfile", "numpy.memmap", "numpy.loadtxt",

@@ -3,6 +3,9 @@
 The unpickler allocates what a pickle declares: a five-byte opcode may ask for a memo of 32 GiB, an eight-byte length
 for any amount. One pass over the opcodes costs far less than decoding, and everything after it is bounded by the
 length of the pickle.
+
+The same pass finds where dicts and sets are made: the decoder hashes their keys in C, where a tuple that is nested a million
+deep overflows the stack, and one whose parts are shared takes for ever. See `Scan.data`.
 """
 
 from __future__ import annotations
@@ -10,17 +13,38 @@ from __future__ import annotations
 import pickletools
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ucformat.errors import FormatError
 
 MEMO_FLOOR = 1 << 20  # memo indices below this cost 16 MiB at most, whatever the pickle's length
 _RUN_OPS = 4096  # matched at a time: the regular expression engine remembers each one in case it must go back
+_CONTAINERS_FLOOR = 1 << 20  # dicts and sets below this cost 100 MB at most
+_BYTES_PER_CONTAINER = 8  # no honest pickle holds more dicts than one in so many bytes: each has keys
 
 _REFUSED = {"PERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 """Opcodes that no checkpoint needs and whose meaning depends on the process that reads."""
 _MEMO = {"PUT", "LONG_BINPUT"}
+_FRESH = {"EMPTY_DICT": 0, "EMPTY_SET": 1}
+_HASHING = {"DICT", "FROZENSET"}
+"""Opcodes that make something of what is on the stack, and hash it."""
+_NEXT_BUFFER = 0x97
 _LENGTH_BYTES = {-2: 1, -3: 4, -4: 4, -5: 8}
 """pickletools' codes of arguments that start with their own length, to the bytes of that length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a look over a pickle found."""
+
+    length: int
+    """Bytes of the pickle, STOP included."""
+    data: bytes | bytearray
+    """The pickle, with NEXT_BUFFER in place of each opcode that makes an empty dict or set: the reader hands out its own."""
+    fresh: bytes
+    """What these are to be, in their order: 0 a dict, 1 a set."""
+    hashes: bool
+    """It holds opcodes (rare ones) that hash what they make: the decoder in C must not run them."""
 
 
 def _argument(op: pickletools.OpcodeInfo) -> int:
@@ -34,7 +58,8 @@ def _pattern(ops: Iterable[pickletools.OpcodeInfo]) -> bytes:
 
 def _run() -> re.Pattern[bytes]:
     """Matches a run of opcodes with arguments of fixed width, LONG_BINPUT with small indices included."""
-    plain = [op for op in pickletools.opcodes if op.name not in _REFUSED | _MEMO | {"STOP"} and _argument(op) >= 0]
+    looked_at = _REFUSED | _MEMO | _HASHING | _FRESH.keys() | {"STOP"}
+    plain = [op for op in pickletools.opcodes if op.name not in looked_at and _argument(op) >= 0]
     parts = [
         _pattern(op for op in plain if _argument(op) == width) + b".{%d}" % width for width in sorted(set(map(_argument, plain)))
     ]
@@ -46,9 +71,11 @@ _RUN = _run()
 _OTHERS = {op.code.encode("latin1")[0]: (op.name, _argument(op)) for op in pickletools.opcodes}
 
 
-def scan(data: bytes, file: str) -> int:
-    """The length of the pickle at the start of `data`, STOP included. Raises FormatError when it is malformed."""
+def scan(data: bytes, file: str) -> Scan:
+    """Look over the pickle at the start of `data`. Raises FormatError when it is malformed."""
     at, size = 0, len(data)
+    patched: bytes | bytearray = data
+    fresh, hashes = bytearray(), False
     while True:
         run = _RUN.match(data, at)
         at = at if run is None else run.end()
@@ -59,7 +86,14 @@ def scan(data: bytes, file: str) -> int:
             raise FormatError(file, f"the pickle holds opcode {data[at]:#04x}, which no checkpoint needs", at, at + 1)
         name, width = known
         if name == "STOP":
-            return at + 1
+            return Scan(at + 1, patched, bytes(fresh), hashes)
+        if name in _FRESH:
+            patched = bytearray(data) if isinstance(patched, bytes) else patched
+            patched[at] = _NEXT_BUFFER
+            fresh.append(_FRESH[name])
+            if len(fresh) > max(_CONTAINERS_FLOOR, size // _BYTES_PER_CONTAINER):
+                raise FormatError(file, f"more than {len(fresh) - 1} dicts and sets in a pickle of {size} bytes", at, at + 1)
+        hashes |= name in _HASHING
         stop = _end(data, at + 1, width)
         if stop > size:
             raise FormatError(file, f"the pickle declares {stop - at} bytes for {name}, and {size - at} are left", at, size)

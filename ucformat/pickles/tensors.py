@@ -9,7 +9,8 @@ import torch
 
 from ucformat import dtypes
 from ucformat.dtypes import DTYPES
-from ucformat.pickles.inert import Inert, InertType
+from ucformat.errors import brief
+from ucformat.pickles.inert import Inert, InertType, inert_class
 from ucformat.pickles.values import MAX_EXTENT, Builder, sealed, sizes_of
 
 
@@ -87,7 +88,7 @@ def _dense(storage: object, offset: object, shape: object, stride: object, dtype
         raise ValueError("a tensor on an untyped storage has no dtype")
     sizes, steps = sizes_of(shape, "shape"), sizes_of(stride, "stride")
     if len(sizes) != len(steps) or type(offset) is not int or not 0 <= offset < MAX_EXTENT:
-        raise ValueError(f"tensor with shape {sizes}, stride {steps}, offset {offset!r:.40}")
+        raise ValueError(f"tensor with shape {sizes}, stride {steps}, offset {brief(offset)}")
     items = 0 if 0 in sizes else 1 + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
     if items and (offset + items) * DTYPES[name].itemsize > storage.nbytes:
         raise ValueError(f"tensor {list(sizes)} at item {offset} reaches beyond its storage of {storage.nbytes} bytes")
@@ -122,16 +123,18 @@ def _tensor_v3(
     dtype: object,
     metadata: object = None,
 ) -> object:
-    return _with_grad(_dense(storage, offset, shape, stride, _dtype_name(dtype)), grad, metadata)
+    name = _dtype_name(dtype)
+    if name is None:
+        return RefusedTensor(f"a tensor of dtype {brief(dtype)}")
+    return _with_grad(_dense(storage, offset, shape, stride, name), grad, metadata)
 
 
-def _dtype_name(dtype: object) -> str:
-    if isinstance(dtype, torch.dtype):
-        try:
-            return dtypes.from_torch(dtype).name
-        except KeyError:
-            pass
-    raise ValueError(f"tensors of {dtype!r:.60} can't be read")
+def _dtype_name(dtype: object) -> str | None:
+    """The name of a dtype, None for one that has no place in any checkpoint of ours."""
+    try:
+        return dtypes.from_torch(dtype).name if isinstance(dtype, torch.dtype) else None
+    except KeyError:
+        return None
 
 
 def _parameter(data: object, requires_grad: object, hooks: object, state: object = None) -> object:
@@ -140,14 +143,16 @@ def _parameter(data: object, requires_grad: object, hooks: object, state: object
     return StoredTensor(data.dtype, data.shape, data.stride, data.offset, data.storage, bool(requires_grad), True)
 
 
-def _from_type(rebuild: object, kind: object, args: object, state: object) -> object:
-    """A tensor subclass: the plain tensor in it, when it is rebuilt by one of ours."""
+def _from_type(rebuild: object, kind: object, args: object, state: object = None) -> object:
+    """A tensor subclass: the plain tensor in it when it is rebuilt by one of ours, else a stand-in with its inner tensors."""
     if not isinstance(args, tuple):
         raise ValueError("arguments of a tensor subclass are no tuple")
     if not isinstance(rebuild, (Builder, InertType)):
         raise ValueError("a tensor subclass is rebuilt by something that is no function")
     built: object = rebuild(*args)
-    return RefusedTensor(f"a {built.class_name}") if isinstance(built, Inert) else built
+    if isinstance(built, Inert):
+        built.state = state
+    return built
 
 
 def _moved(data: object, *_: object) -> object:
@@ -161,9 +166,9 @@ def _refuse(kind: str) -> Callable[..., object]:
     return build
 
 
-def _wrapper_subclass(kind: object, *_: object) -> object:
-    name = kind.class_name if isinstance(kind, InertType) else "wrapper tensor"  # type: ignore[attr-defined]
-    return RefusedTensor(f"a {name} (one rank's part of it: save with torch.distributed.checkpoint, or save full_tensor())")
+def _wrapper_subclass(kind: object, dtype: object = None, size: object = None, *_: object) -> object:
+    """A tensor that is made of others (DTensor, ShardedTensor, quantised ones of torchao): those are in its state."""
+    return inert_class(kind.class_name if isinstance(kind, InertType) else "torch.Tensor")(dtype, size)
 
 
 _SPARSE = "a sparse tensor (call to_dense() before saving)"
@@ -189,6 +194,18 @@ _STORAGES = {
     "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "ComplexDouble": "C128", "ComplexHalf": "C32",
 }  # fmt: skip
 _QUANTISED = ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")
+
+
+def storage_type(kind: object) -> StorageType | None:
+    """The storage class that a pickle names, also of a device that this torch was not built for; None when it is none."""
+    if isinstance(kind, StorageType):
+        return kind
+    name = kind.class_name if isinstance(kind, InertType) else ""
+    item = name.rpartition(".")[2].removesuffix("Storage")
+    if not name.startswith("torch.") or not name.endswith("Storage"):
+        return None
+    return StorageType(_STORAGES.get(item), "" if item in _STORAGES else f"a tensor on a {name}")
+
 
 TENSORS: dict[str, object] = {
     **{name: Builder(name, run) for name, run in _RUNS.items()},

@@ -13,17 +13,18 @@ import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ucformat.containers.zip_read import Peek, ZipEntry, without_prefix, zip_entries
 from ucformat.dtypes import DTYPES
-from ucformat.errors import ChecksumError, FormatError, UcformatError, UnsafePickleError, UnsupportedError
+from ucformat.errors import ChecksumError, FormatError, UcformatError, UnsafePickleError, UnsupportedError, brief
+from ucformat.pickles.containers import PickledDict, PickledSet, allowance, checked_key
 from ucformat.pickles.inert import Inert, InertType, inert_class, is_hostile
-from ucformat.pickles.precheck import scan
-from ucformat.pickles.tensors import TENSORS, RefusedTensor, StorageType, StoredStorage, StoredTensor
-from ucformat.pickles.values import VALUES, PickledArray, PickledDict, PickledDType
+from ucformat.pickles.plain import to_values
+from ucformat.pickles.precheck import Scan, scan
+from ucformat.pickles.tensors import TENSORS, RefusedTensor, StoredStorage, StoredTensor, storage_type
+from ucformat.pickles.values import VALUES, PickledArray, PickledDType
 from ucformat.storage.store import Store
-from ucformat.values.codec import Opaque
 
 __all__ = [
     "Inert",
@@ -43,20 +44,27 @@ __all__ = [
 ]
 
 _MAX_PICKLE_BYTES = 2 << 30  # the metadata of a DCP with ten million chunks; decoding takes a multiple of it
-_MAX_NODES = 20_000_000  # of a decoded tree with shared parts counted every time: a small pickle can describe 10^9
+_FINISHED_DEPTH = 200  # levels that are looked through for what is incomplete: deeper ones are not read
 _BUILDERS = {**VALUES, **TENSORS}
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins", "cPickle": "pickle"}
-_DEFERRED = ("argparse.Namespace", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+_DEFERRED = frozenset(
+    {
+        *("argparse.Namespace", "builtins.set", "numpy.dtype"),
+        *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
+    }
+)
 """Names whose objects are complete only after the whole pickle is read."""
+_FRESH: tuple[Callable[[], object], ...] = (PickledDict, PickledSet)
 
 
-class _Unpickler(pickle.Unpickler):  # noqa: TID251  # this is the restricted one that the ban points to
+class _Lookup:
     """Looks names up in our tables; never imports, never calls what it does not own."""
 
-    def __init__(self, data: bytes, file: str, persistent: Callable[[object], object] | None) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    def __init__(self, found: Scan, file: str, persistent: Callable[[object], object] | None) -> None:
+        fresh = (make() for make in map(_FRESH.__getitem__, found.fresh))
+        super().__init__(io.BytesIO(found.data), encoding="utf-8", buffers=fresh)  # type: ignore[call-arg]
         self._file, self._persistent = file, persistent
-        self.deferred = False
+        self.deferred = 1 in found.fresh
 
     def find_class(self, module: str, name: str) -> Any:
         module = _PYTHON2.get(module, module)
@@ -75,6 +83,30 @@ class _Unpickler(pickle.Unpickler):  # noqa: TID251  # this is the restricted on
         return self._persistent(pid)
 
 
+class _Unpickler(_Lookup, pickle.Unpickler):  # noqa: TID251  # this is the restricted one that the ban points to
+    """The decoder in C. It takes every empty dict and set from us (see `precheck`), so that we see keys before it hashes."""
+
+
+class _CarefulUnpickler(_Lookup, pickle._Unpickler):  # as above
+    """The same in Python, for the rare pickle whose opcodes hash what is on the stack."""
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]  # typeshed lacks the methods of the decoder in Python
+        made = PickledDict()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            made[key] = value
+        self.append(made)  # type: ignore[attr-defined]
+
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self.append(frozenset(map(checked_key, items)))  # type: ignore[attr-defined]
+
+    dispatch[pickle.DICT[0]] = load_dict
+    dispatch[pickle.FROZENSET[0]] = load_frozenset
+
+
 def unpickle(data: bytes, file: str, persistent: Callable[[object], object] | None = None) -> Any:
     """Decode one pickle that `file` holds. Unknown classes come back as `Inert`, tensors as `StoredTensor`.
 
@@ -83,11 +115,12 @@ def unpickle(data: bytes, file: str, persistent: Callable[[object], object] | No
     """
     if len(data) > _MAX_PICKLE_BYTES:
         raise FormatError(file, f"a pickle of {len(data)} bytes; none needs more than {_MAX_PICKLE_BYTES}")
-    scan(data, file)
-    unpickler = _Unpickler(data, file, persistent)
+    found = scan(data, file)
+    unpickler = (_CarefulUnpickler if found.hashes else _Unpickler)(found, file, persistent)
     try:
-        tree = unpickler.load()
-        return _finish(tree, {}) if unpickler.deferred else tree
+        with allowance(len(data)):
+            tree = unpickler.load()
+            return _finish(tree, {}) if unpickler.deferred else tree
     except UnsafePickleError as error:
         raise UnsafePickleError(file, error.what) from None
     except UcformatError:
@@ -96,44 +129,48 @@ def unpickle(data: bytes, file: str, persistent: Callable[[object], object] | No
         raise FormatError(file, f"malformed pickle: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _finish(tree: Any, done: dict[int, Any]) -> Any:
-    """Replace what could be completed only now: numpy arrays and dtypes, argparse namespaces. Containers in place.
+def _finish(tree: Any, done: dict[int, Any], depth: int = 0) -> Any:
+    """Replace what could be completed only now: numpy arrays and dtypes, sets, argparse namespaces. Containers in place.
 
     `done` maps ids to results; it also keeps cycles finite.
     """
     if id(tree) in done:
         return done[id(tree)]
+    if depth > _FINISHED_DEPTH:
+        return tree
     if isinstance(tree, (PickledArray, PickledDType)):
         done[id(tree)] = result = _numpy(tree)
         return result
     if isinstance(tree, dict):
         done[id(tree)] = tree
         for key, value in dict.items(tree):
-            tree[key] = _finish(value, done)
+            dict.__setitem__(tree, key, _finish(value, done, depth + 1))
     elif isinstance(tree, list):
         done[id(tree)] = tree
-        tree[:] = [_finish(value, done) for value in tree]
+        tree[:] = [_finish(value, done, depth + 1) for value in tree]
     elif type(tree) is tuple:
-        parts = tuple(_finish(value, done) for value in tree)
+        parts = tuple(_finish(value, done, depth + 1) for value in tree)
         done[id(tree)] = tree = tree if all(a is b for a, b in zip(parts, tree, strict=True)) else parts
+    elif isinstance(tree, PickledSet):
+        done[id(tree)] = tree = set(tree.items)
     elif isinstance(tree, Inert):
-        return _finish_inert(tree, done)
+        return _finish_inert(tree, done, depth + 1)
     return tree
 
 
-def _finish_inert(tree: Inert, done: dict[int, Any]) -> object:
+def _finish_inert(tree: Inert, done: dict[int, Any], depth: int) -> object:
     if tree.class_name == "argparse.Namespace":
         done[id(tree)] = space = argparse.Namespace()
         for key, value in tree.attributes.items():
             if isinstance(key, str):
-                vars(space)[key] = _finish(value, done)
+                vars(space)[key] = _finish(value, done, depth)
         return space
     done[id(tree)] = tree
-    tree.args = tuple(_finish(value, done) for value in tree.args)
-    tree.kwargs = {key: _finish(value, done) for key, value in tree.kwargs.items()}
-    tree.state = _finish(tree.state, done)
-    tree.entries = [_finish(value, done) for value in tree.entries]
-    tree.items = [(key, _finish(value, done)) for key, value in tree.items]
+    tree.args = tuple(_finish(value, done, depth) for value in tree.args)
+    tree.kwargs = {key: _finish(value, done, depth) for key, value in tree.kwargs.items()}
+    tree.state = _finish(tree.state, done, depth)
+    tree.entries = [_finish(value, done, depth) for value in tree.entries]
+    tree.items = [(key, _finish(value, done, depth)) for key, value in tree.items]
     return tree
 
 
@@ -193,60 +230,15 @@ def read_entry(peek: Peek, path: str, entry: ZipEntry) -> bytes:
 def _storage(pid: object, entries: dict[str, ZipEntry], path: str) -> StoredStorage:
     """The storage that a persistent id names: ("storage", class, record number, device, items)."""
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-        raise ValueError(f"persistent id {pid!r:.80} is no storage")
+        raise ValueError(f"persistent id {brief(pid)} is no storage")
     _, kind, key, location, items = pid
-    if not isinstance(kind, StorageType) or not isinstance(key, str) or type(items) is not int or items < 0:
-        raise ValueError(f"persistent id {pid!r:.80} is no storage")
+    kind = storage_type(kind)
+    if kind is None or not isinstance(key, str) or type(items) is not int or items < 0:
+        raise ValueError(f"persistent id {brief(pid)} is no storage")
     entry = entries.get(f"data/{key}")
     if entry is None:
         raise FormatError(path, f"storage {key!r} has no record in the zip")
     nbytes = items * (1 if kind.dtype is None else DTYPES[kind.dtype].itemsize)
     if nbytes > entry.size:
         raise FormatError(path, f"storage {key!r} of {nbytes} bytes has a record of {entry.size}", entry.start, entry.stop)
-    return StoredStorage(key, kind, path, entry.start, entry.size if kind.refused else nbytes, str(location))
-
-
-def to_values(tree: Any, file: str) -> Any:
-    """The tree as plain values: stand-ins become `values.Opaque`, OrderedDicts dicts; tensors stay as they are.
-
-    Raises FormatError when the tree contains itself or its shared parts multiply beyond all measure.
-    """
-    budget = [_MAX_NODES]
-    try:
-        return _plain(tree, file, budget)
-    except RecursionError:
-        raise FormatError(file, "values that contain themselves, or are nested without end") from None
-
-
-def _plain(tree: Any, file: str, budget: list[int]) -> Any:
-    budget[0] -= 1
-    if budget[0] < 0:
-        raise FormatError(file, f"more than {_MAX_NODES} values: shared parts multiply")
-    if isinstance(tree, dict):
-        return {_key(key, file, budget): _plain(value, file, budget) for key, value in dict.items(tree)}
-    if type(tree) in (list, tuple, set, frozenset):
-        return type(tree)(_plain(value, file, budget) for value in tree)
-    if isinstance(tree, argparse.Namespace):
-        space = argparse.Namespace()
-        vars(space).update({key: _plain(value, file, budget) for key, value in vars(tree).items()})
-        return space
-    if isinstance(tree, Inert):
-        return _opaque(tree, file, budget)
-    if isinstance(tree, InertType):
-        return Opaque("builtins.type", tree.class_name)  # type: ignore[attr-defined]
-    if isinstance(tree, bytearray):
-        return bytes(tree)
-    return tree
-
-
-def _key(key: Any, file: str, budget: list[int]) -> Any:
-    """A dict key as a plain value; a stand-in (an enum member, say) as text, since it can't be looked up any more."""
-    if isinstance(key, Inert):
-        return f"{key.class_name}({', '.join(map(repr, key.args))})"
-    return _plain(key, file, budget)
-
-
-def _opaque(tree: Inert, file: str, budget: list[int]) -> object:
-    parts = {"args": tree.args, "kwargs": tree.kwargs, "state": tree.state, "entries": tree.entries, "items": tree.items}
-    absent = {name for name, part in parts.items() if part is None or (isinstance(part, (tuple, dict, list)) and not part)}
-    return Opaque(tree.class_name, {name: _plain(part, file, budget) for name, part in parts.items() if name not in absent})
+    return StoredStorage(key, kind, path, entry.start, entry.size if kind.refused else nbytes, brief(location))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
-from ucformat.errors import UnsafePickleError
-from ucformat.pickles.inert import InertType
+from ucformat.errors import UnsafePickleError, brief
+from ucformat.pickles.containers import PickledDict, PickledSet, charge, checked_key
+from ucformat.pickles.inert import InertType, inert_class
 
 T = TypeVar("T")
 MAX_EXTENT = 1 << 62  # keeps every product of sizes, strides and item sizes within int64 once it is checked
@@ -29,16 +30,6 @@ def sealed(kind: type[T]) -> type[T]:
     """Keep BUILD from writing into frozen objects through the `__setstate__` that dataclasses add."""
     kind.__setstate__ = no_state  # type: ignore[attr-defined]
     return kind
-
-
-class PickledDict(dict[Any, Any]):
-    """An OrderedDict of the pickle; instance attributes (a state dict's `_metadata`) are kept beside it."""
-
-    __slots__ = ("attributes",)
-    attributes: object
-
-    def __setstate__(self, state: object) -> None:
-        self.attributes = state
 
 
 class Builder:
@@ -55,6 +46,11 @@ class Builder:
     def __call__(self, *args: object) -> object:
         return self._run(*args)
 
+    @property
+    def name(self) -> str:
+        """What the pickle called: "module.name"."""
+        return self._name
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise TypeError("builders can't be changed")
 
@@ -63,11 +59,17 @@ class Builder:
 
 def sizes_of(value: object, what: str) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < MAX_EXTENT for n in value):
-        raise ValueError(f"{what} {value!r:.100} is no tuple of sizes")
+        raise ValueError(f"{what} {brief(value)} is no tuple of sizes")
+    charge(8 * len(value))
     return tuple(value)
 
 
 # --- numpy ---------------------------------------------------------------------------------------------------------
+
+
+_PLAIN_DTYPES = frozenset(
+    ["b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8", "c8", "c16"]
+)  # what has the same form on every machine, and a place in JSON
 
 
 class PickledDType:
@@ -84,7 +86,7 @@ class PickledDType:
 
     def plain(self) -> np.dtype[Any] | None:
         """The dtype when it is one of bool, (unsigned) integers, floats and complex numbers."""
-        if not (isinstance(self.code, str) and self.code[:1] in "biufc" and self.code[1:] in ("1", "2", "4", "8", "16")):
+        if not isinstance(self.code, str) or self.code not in _PLAIN_DTYPES:
             return None
         try:
             return np.dtype(self.code).newbyteorder("=" if self.order == "|" else self.order)  # type: ignore[arg-type]
@@ -116,7 +118,8 @@ class PickledArray:
 def _array(raw: bytes | bytearray, kind: PickledDType, shape: tuple[int, ...], order: str) -> np.ndarray[Any, Any]:
     dtype = kind.plain()
     if dtype is None:
-        raise ValueError(f"numpy arrays of {kind.code!r:.40} can't be read")
+        raise ValueError(f"numpy arrays of {brief(kind.code)} can't be read")
+    charge(len(raw))
     flat = np.frombuffer(raw, dtype=dtype).astype(dtype.newbyteorder("="))
     return flat.reshape(shape, order="F" if order == "F" else "C")
 
@@ -131,13 +134,15 @@ def _np_reconstruct(*_: object) -> object:
 
 def _np_scalar(kind: object, raw: object = b"") -> object:
     if not isinstance(kind, PickledDType) or kind.plain() is None or not isinstance(raw, bytes):
-        raise ValueError("numpy scalars of this dtype can't be read")
+        return inert_class("numpy.generic")(kind, raw)
     return _array(raw, kind, (1,), "C")[0]
 
 
 def _np_frombuffer(raw: object, kind: object, shape: object, order: object, *_: object) -> object:
     if not isinstance(raw, (bytes, bytearray)) or not isinstance(kind, PickledDType):
         raise ValueError("a numpy array's buffer is no bytes")
+    if kind.plain() is None:
+        return inert_class("numpy.ndarray")(kind, shape)
     return _array(raw, kind, sizes_of(shape, "array shape"), "F" if order == "F" else "C")
 
 
@@ -146,18 +151,20 @@ def _np_frombuffer(raw: object, kind: object, shape: object, order: object, *_: 
 
 def _encode(text: object, encoding: object = "utf-8") -> object:
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
-        raise ValueError("_codecs.encode of something that is no plain text")
+        return inert_class("_codecs.encode")(text, encoding)
+    charge(len(text))
     return text.encode(str(encoding))
 
 
 def _bytes(value: object = b"", encoding: object = "latin-1") -> bytes:
     """bytes() and bytearray() of existing bytes; of a number they would allocate at will."""
     if isinstance(value, str):
-        return bytes(_encode(value, encoding))  # type: ignore[call-overload, no-any-return]
+        value = _encode(value, encoding)
     if isinstance(value, list) and not value:
         return b""
     if not isinstance(value, (bytes, bytearray)):
         raise ValueError("bytes built from something that is no bytes")
+    charge(len(value))
     return bytes(value)
 
 
@@ -167,31 +174,40 @@ def _complex(real: object = 0.0, imag: object = 0.0) -> complex:
     return complex(real, imag)
 
 
-def _items(value: object) -> list[Any]:
-    if not isinstance(value, (list, tuple, set, frozenset)):
+def _items(value: object) -> Sequence[Any]:
+    if isinstance(value, PickledSet):
+        value = value.items
+    if not isinstance(value, (list, tuple, frozenset)):
         raise ValueError("items come from something that is no list")
+    charge(64 * len(value))
     return list(value)
 
 
 def _ordered(pairs: object = ()) -> PickledDict:
-    return PickledDict(pairs if isinstance(pairs, dict) else [tuple(pair) for pair in _items(pairs)])
+    out = PickledDict()
+    for pair in dict.items(pairs) if isinstance(pairs, dict) else _items(pairs):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError("a dict is made of something that is no pair")
+        charge(64)
+        out[pair[0]] = pair[1]
+    return out
 
 
-def _defaultdict(factory: object = None, pairs: object = ()) -> dict[Any, Any]:
-    return dict(_ordered(pairs))
+def _defaultdict(factory: object = None, pairs: object = ()) -> PickledDict:
+    return _ordered(pairs)
 
 
 def _torch_size(sizes: object = ()) -> torch.Size:
     return torch.Size(sizes_of(sizes, "torch.Size"))
 
 
-def _torch_device(kind: object, index: object = None) -> torch.device:
+def _torch_device(kind: object, index: object = None) -> object:
     if not isinstance(kind, str) or not (index is None or type(index) is int):
         raise ValueError("torch.device of something that is no name")
     try:
         return torch.device(kind) if index is None else torch.device(kind, index)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    except RuntimeError:  # a kind of device that this build of torch does not know
+        return inert_class("torch.device")(kind, index)
 
 
 def _path(name: str) -> Callable[..., object]:
@@ -205,26 +221,27 @@ def _path(name: str) -> Callable[..., object]:
     def build(*parts: object) -> object:
         if not all(isinstance(part, str) for part in parts):
             raise ValueError("parts of a path are no text")
+        charge(sum(len(part) for part in parts if isinstance(part, str)))
         return flavour(*map(str, parts))
 
     return build
 
 
 def _attribute(owner: object, name: object = None, *_: object) -> object:
-    """Python 3.11 pickles an enum member as getattr(class, name): of a stand-in class it is a stand-in."""
-    if isinstance(owner, InertType) and isinstance(name, str) and not name.startswith("_"):
-        return owner(name)
-    raise UnsafePickleError("", "builtins.getattr")
+    """How Python pickles bound methods, and (3.11) enum members: as getattr(owner, name). Both are stand-ins here."""
+    if not isinstance(name, str) or name.startswith("__"):
+        raise UnsafePickleError("", "builtins.getattr")
+    return owner(name) if isinstance(owner, InertType) else inert_class("builtins.getattr")(owner, name)
 
 
 def _reconstructor(kind: object, base: object = None, state: object = None) -> object:
     """Protocols 0 and 1 make objects by copyreg._reconstructor(class, base, value)."""
-    if not isinstance(kind, InertType):
-        raise ValueError("an object of something that is no class")
-    return kind() if state is None else kind(state)
+    return _new_object(kind) if state is None else _new_object(kind, state)
 
 
 def _new_object(kind: object, *args: object) -> object:
+    if isinstance(kind, Builder):
+        return inert_class(kind.name)(*args)
     if not isinstance(kind, InertType):
         raise ValueError("an object of something that is no class")
     return kind(*args)
@@ -241,8 +258,8 @@ _RUNS: dict[str, Callable[..., object]] = {
     "builtins.bytes": _bytes,
     "builtins.bytearray": lambda *args: bytearray(_bytes(*args)),
     "builtins.complex": _complex,
-    "builtins.set": lambda items=(): set(_items(items)),
-    "builtins.frozenset": lambda items=(): frozenset(_items(items)),
+    "builtins.set": lambda items=(): PickledSet(_items(items)),
+    "builtins.frozenset": lambda items=(): frozenset(map(checked_key, _items(items))),
     "builtins.getattr": _attribute,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": _defaultdict,

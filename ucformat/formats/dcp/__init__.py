@@ -24,7 +24,8 @@ from ucformat.formats.dcp.writer import write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical
-from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, to_values
+from ucformat.pickles.unpickle import Inert, RefusedTensor, StoredTensor, to_values
+from ucformat.values.codec import Opaque
 
 NAME = "dcp"
 OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?|ucf_notes\.json", re.DOTALL)
@@ -55,7 +56,7 @@ def open_catalog(source: Source) -> Catalog:
     """The catalog of a DCP directory. Reads the metadata, and the first and last few KiB of each item.
 
     Raises FormatError, UnsafePickleError, MissingFileError, ChecksumError, DTypeMismatchError (an item's dtype is not that
-    of the metadata), UnsupportedError (per-rank metadata, compressed items, sparse tensors…).
+    of the metadata), UnsupportedError (per-rank metadata, compressed items).
     """
     store = source.store
     names = store.list()
@@ -118,8 +119,6 @@ def _add_tensor(
 def _checked(builder: CatalogBuilder, name: str, key: StoredKey, chunk: Chunk, item: Item) -> StoredTensor | None:
     """The tensor in an item when it is what the metadata promises; None for an empty one that took a chunk's place."""
     tensor = item.tree
-    if isinstance(tensor, RefusedTensor):
-        raise UnsupportedError(item.path, f"tensor {name!r} is {tensor.kind}")
     if not isinstance(tensor, StoredTensor):
         raise FormatError(item.path, f"tensor {name!r}: its item holds no tensor", item.start, item.stop)
     if tensor.dtype != key.dtype:
@@ -147,7 +146,9 @@ def _nest(metadata: Metadata, opened: Mapping[Chunk, Item]) -> Nest:
     """The state as it was saved: `StoredKey`s for tensors, decoded values for the rest."""
     root = _Node({})
     for key in metadata.tensors:
-        _insert(root, metadata.paths.get(key.name, (key.name,)), key)
+        _insert(root, metadata.paths.get(key.name, (key.name,)), _odd(key, opened) or key)
+    for name, what in metadata.odd.items():
+        _insert(root, metadata.paths.get(name, (name,)), Opaque(what, None))
     for chunk in metadata.blobs:
         item = opened.get(chunk)
         if item is None:
@@ -155,6 +156,14 @@ def _nest(metadata: Metadata, opened: Mapping[Chunk, Item]) -> Nest:
         _insert(root, metadata.paths.get(chunk.key, (chunk.key,)), to_values(item.tree, item.path))
     tree = _collapse(root)
     return cast(Nest, tree) if isinstance(tree, dict) else {"value": tree}
+
+
+def _odd(key: StoredKey, opened: Mapping[Chunk, Item]) -> Opaque | None:
+    """The stand-in for a tensor whose items hold something else than dense ones; None for every other."""
+    items = (opened.get(chunk) for chunk in key.chunks)
+    odd = next((item for item in items if item is not None and isinstance(item.tree, (RefusedTensor, Inert))), None)
+    found = None if odd is None else to_values(odd.tree, odd.path)
+    return found if isinstance(found, Opaque) else None
 
 
 def _insert(root: _Node, path: tuple[str | int, ...], leaf: object) -> None:

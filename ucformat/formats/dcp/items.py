@@ -40,7 +40,11 @@ def open_items(store: Store, metadata: Metadata) -> dict[Chunk, Item]:
     for path, items in sorted(by_file.items()):
         size = store.size(path)
         items.sort(key=lambda item: (item[0].start, item[0].length))
+        end = 0
         for place, chunk in items:
+            if place.start < end:
+                raise FormatError(path, f"item {chunk.key!r} shares bytes with another", place.start, end)
+            end = place.start + place.length
             if place.start + place.length > size:
                 why = f"item {chunk.key!r} lies outside the file of {size} bytes: it is truncated"
                 raise FormatError(path, why, place.start, place.start + place.length)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ucformat import dtypes
-from ucformat.errors import FormatError, MissingFileError, UnsupportedError, VersionError
+from ucformat.dtypes import DTYPES
+from ucformat.errors import FormatError, MissingFileError, UnsupportedError, VersionError, brief
 from ucformat.pickles.unpickle import Inert, unpickle
 from ucformat.storage.store import Store
 
@@ -56,6 +57,8 @@ class Metadata:
     places: dict[Chunk, Place]
     paths: dict[str, tuple[str | int, ...]]
     """Flat key → path in the nest; integers are list indices."""
+    odd: dict[str, str]
+    """Flat key → what it is, of entries that are neither values nor tensors of a dtype that we know."""
 
 
 def read_metadata(store: Store) -> Metadata:
@@ -78,15 +81,20 @@ def read_metadata(store: Store) -> Metadata:
     places = _places(infos)
     tensors: list[StoredKey] = []
     blobs: list[Chunk] = []
+    odd: dict[str, str] = {}
     for key, entry in entries.items():
         if not isinstance(key, str) or not isinstance(entry, Inert):
-            raise FormatError(FILE, f"entry {key!r:.80} is malformed")
+            raise FormatError(FILE, f"entry {brief(key)} is malformed")
         if entry.class_name.endswith(".BytesStorageMetadata"):
             blobs.append(Chunk(key, (), ()))
+        elif not entry.class_name.endswith(".TensorStorageMetadata"):
+            odd[key] = entry.class_name
+        elif (dtype := _dtype(key, entry.attributes.get("properties"))) in DTYPES:
+            tensors.append(_tensor(key, entry, dtype))
         else:
-            tensors.append(_tensor(key, entry))
+            odd[key] = f"a tensor of {dtype}"
     wanted = dict(_matched(tensors, blobs, places))
-    return Metadata(tuple(tensors), tuple(blobs), wanted, _paths(fields.get("planner_data")))
+    return Metadata(tuple(tensors), tuple(blobs), wanted, _paths(fields.get("planner_data")), odd)
 
 
 _Index = tuple[str, "tuple[int, ...] | None"]
@@ -108,12 +116,10 @@ def _matched(tensors: list[StoredKey], blobs: list[Chunk], places: dict[_Index, 
 def _ints(value: object, what: str) -> tuple[int, ...]:
     if isinstance(value, (tuple, list)) and all(type(n) is int and 0 <= n < _INT64 for n in value):
         return tuple(value)
-    raise FormatError(FILE, f"{what}: {value!r:.80} are no sizes or offsets")
+    raise FormatError(FILE, f"{what}: {brief(value)} are no sizes or offsets")
 
 
-def _tensor(key: str, entry: Inert) -> StoredKey:
-    if not entry.class_name.endswith(".TensorStorageMetadata"):
-        raise UnsupportedError(FILE, f"entry {key!r} is a {entry.class_name}")
+def _tensor(key: str, entry: Inert, dtype: str) -> StoredKey:
     fields = entry.attributes
     shape = _ints(fields.get("size"), key)
     chunks: dict[Chunk, None] = {}  # replicas are listed once
@@ -128,11 +134,14 @@ def _tensor(key: str, entry: Inert) -> StoredKey:
         if 0 in chunk.length and 0 not in shape:
             continue  # an empty shard says nothing, and must not take the place of a real one at the same offset
         chunks[chunk] = None
-    return StoredKey(key, _dtype(key, fields.get("properties")), shape, tuple(chunks))
+    return StoredKey(key, dtype, shape, tuple(chunks))
 
 
 def _dtype(key: str, properties: object) -> str:
-    """The dtype in TensorProperties, whose state is a tuple that starts with it (a dict in old releases)."""
+    """The dtype in TensorProperties, whose state is a tuple that starts with it (a dict in old releases).
+
+    One that no checkpoint of ours can hold goes by torch's name of it.
+    """
     state = properties.state if isinstance(properties, Inert) else None
     found = state[0] if isinstance(state, tuple) and state else None
     if isinstance(properties, Inert) and not isinstance(found, torch.dtype):
@@ -142,7 +151,7 @@ def _dtype(key: str, properties: object) -> str:
     try:
         return dtypes.from_torch(found).name
     except KeyError:
-        raise UnsupportedError(FILE, f"tensor {key!r} has dtype {found}") from None
+        return str(found)
 
 
 def _places(infos: dict[Any, Any]) -> dict[_Index, Place]:
@@ -155,13 +164,13 @@ def _places(infos: dict[Any, Any]) -> dict[_Index, Place]:
         key, offset = at.get("fqn"), at.get("offset")
         path, start, length = held.get("relative_path"), held.get("offset"), held.get("length")
         if not isinstance(key, str) or not isinstance(path, str) or type(start) is not int or type(length) is not int:
-            raise FormatError(FILE, f"storage_data of {key!r:.80} is malformed")
+            raise FormatError(FILE, f"storage_data of {brief(key)} is malformed")
         if not path or path.startswith("/") or "\\" in path or "\0" in path or ".." in path.split("/"):
             raise FormatError(FILE, f"item {key!r} lies in {path!r}, outside the checkpoint")
         if start < 0 or length <= 0 or start + length >= _INT64:
             raise FormatError(FILE, f"item {key!r} lies at {length} bytes from {start} of {path}")
         if held.get("transform_descriptors"):
-            raise UnsupportedError(path, f"item {key!r} is stored transformed ({held['transform_descriptors']!r:.80})")
+            raise UnsupportedError(path, f"item {key!r} is stored transformed ({brief(held['transform_descriptors'])})")
         places[key, None if offset is None else _ints(offset, key)] = Place(path, start, length)
     return places
 

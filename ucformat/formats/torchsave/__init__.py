@@ -6,6 +6,7 @@ are tensors of their own over the same bytes. Writing is in `torchsave.writer`.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from ucformat.formats.source import Source
 from ucformat.formats.torchmodule import is_module, to_state_dicts
 from ucformat.formats.torchsave.writer import write
 from ucformat.formats.torchstate import to_canonical
-from ucformat.pickles.unpickle import RefusedTensor, StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
+from ucformat.pickles.unpickle import StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
 from ucformat.storage.store import Store
 from ucformat.values.codec import Opaque
 
@@ -49,13 +50,13 @@ def detect(source: Source) -> bool:
 def open_catalog(source: Source) -> Catalog:
     """The catalog of a torch.save file. Reads its directory, its pickle and the local zip headers.
 
-    Raises UnsupportedError (legacy form, TorchScript, sparse and quantised tensors), FormatError, ChecksumError,
+    Raises UnsupportedError (legacy form, TorchScript), FormatError, ChecksumError,
     UnsafePickleError.
     """
     assert source.file is not None
     opened = open_torch_zip(source.store, source.file)
     modules: list[str] = []
-    inner = to_state_dicts(opened.tree, modules)
+    inner = to_state_dicts(opened.tree, modules, source.file)
     tree = to_values({MODEL: inner} if is_module(opened.tree) else inner, source.file)
     nest = to_canonical(tree, is_tensor) if isinstance(tree, dict) and tree else {BARE: tree}
     kept, leaves = values.split(nest, is_tensor)
@@ -74,7 +75,7 @@ def file_of(store: Store, opened: TorchFile) -> File:
 
 def is_tensor(leaf: object) -> bool:
     """Whether a leaf of a decoded tree is tensor data in a file."""
-    return isinstance(leaf, (StoredTensor, RefusedTensor, StoredStorage))
+    return isinstance(leaf, (StoredTensor, StoredStorage))
 
 
 def add_leaves(builder: CatalogBuilder, leaves: Mapping[str, Any], files: Mapping[str, File]) -> None:
@@ -105,8 +106,6 @@ def _rank(item: tuple[str, Any]) -> tuple[bool, str]:
 
 
 def _dense(builder: CatalogBuilder, name: str, leaf: object) -> StoredTensor:
-    if isinstance(leaf, RefusedTensor):
-        raise UnsupportedError(builder.store.url, f"tensor {name!r} is {leaf.kind}")
     if isinstance(leaf, StoredStorage):
         raise UnsupportedError(leaf.file, f"{name!r} is a bare storage: save a tensor of it instead")
     if not isinstance(leaf, StoredTensor):
@@ -143,6 +142,8 @@ def _classes(tree: object) -> Iterator[str]:
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from _classes(value)
+    elif isinstance(tree, argparse.Namespace):
+        yield from _classes(vars(tree))
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from _classes(value)
