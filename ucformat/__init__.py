@@ -15,6 +15,7 @@ from ucformat.errors import UcformatError
 if TYPE_CHECKING:
     from ucformat.api import convert, load, open, save, steps  # noqa: A004  # the verb that users expect
     from ucformat.reshard.reading.lazy import Checkpoint, LazyTensor
+    from ucformat.reshard.state.hf_names import hf_state
     from ucformat.reshard.state.markers import FlatShard, RankLocalItem, Shard, rank_local
     from ucformat.snapshot.keeper.handoff import Persist
     from ucformat.snapshot.snapshotter import Snapshotter
@@ -26,6 +27,7 @@ __all__ = [
     "open",
     "convert",
     "steps",
+    "hf_state",
     "Shard",
     "FlatShard",
     "rank_local",
@@ -43,6 +45,7 @@ _HOMES = {
     **dict.fromkeys(("convert", "load", "open", "save", "steps"), "api"),
     **dict.fromkeys(("Checkpoint", "LazyTensor"), "reshard.reading.lazy"),
     **dict.fromkeys(("FlatShard", "RankLocalItem", "Shard", "rank_local"), "reshard.state.markers"),
+    "hf_state": "reshard.state.hf_names",
     **dict.fromkeys(("Opaque", "RankLocal"), "values.codec"),
     "Persist": "snapshot.keeper.handoff",
     "Snapshotter": "snapshot.snapshotter",

@@ -193,14 +193,14 @@ class DTypeMismatchError(UcformatError):
 class NamesMismatchError(UcformatError):
     """Target and checkpoint do not hold the same names."""
 
-    def __init__(self, path: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        self.path, self.missing, self.unexpected = path, tuple(missing), tuple(unexpected)
+    def __init__(self, path: str, missing: Sequence[str], unexpected: Sequence[str], hint: str = "") -> None:
+        self.path, self.missing, self.unexpected, self.hint = path, tuple(missing), tuple(unexpected), hint
         parts = []
         if missing:
             parts.append(f"wanted but not stored: {_names(self.missing)}")
         if unexpected:
             parts.append(f"stored but not wanted: {_names(self.unexpected)}")
-        super().__init__(f"{path}: {'; '.join(parts)}")
+        super().__init__(f"{path}: {'; '.join(parts)}{f': {hint}' if hint else ''}")
 
 
 class UnsafePickleError(UcformatError):

@@ -120,7 +120,18 @@ def _check_names(loading: Loading, catalog: Catalog, options: LoadOptions, group
     unexpected = [name for name, hit in zip(names, everyone, strict=True) if not hit and name not in spare] + sorted(unused)
     unexpected = [name for name in unexpected if name.split("/")[0] not in own]
     if options.strict and (missing or unexpected):
-        raise NamesMismatchError(catalog.store.url, missing, unexpected)
+        raise NamesMismatchError(catalog.store.url, missing, unexpected, _hint(catalog, missing, unexpected))
+
+
+def _hint(catalog: Catalog, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What to do where a model's files have other names than its memory."""
+    of_model = all(any(name.startswith("model/") for name in names) for names in (missing, unexpected))
+    if not of_model or not catalog.notes.origin.startswith("hf"):
+        return ""
+    return (
+        "files of transformers models may have other names than the model in memory: "
+        'load into {"model": ucformat.hf_state(model, path)}'
+    )
 
 
 def _check_kinds(pieces: Sequence[Piece], catalog: Catalog, *, cast: bool) -> None:
