@@ -28,8 +28,9 @@ def hf_state(model: torch.nn.Module, path: str | None = None) -> dict[str, torch
         ucformat.load("org/model", into={"model": ucformat.hf_state(model, "org/model")})
 
     Tensors share the model's memory. With `path`, a checkpoint whose model has other names for some of them (older ones, or those
-    of the same model without or with its head), these are used. Stacked experts come as one view each; finding out where each
-    lies in its parameter takes 4 to 8 bytes per item of that parameter for a moment.
+    of the same model without or with its head), these are used. What the model computes and never saves is left out. Stacked
+    experts come as one view each; finding out where each lies in its parameter takes 4 to 8 bytes per item of that parameter for
+    a moment.
 
     Raises UnsupportedError where what a file holds is no part of one live tensor (weights that are merged, permuted or
     dequantised while loading, and stacked experts that are distributed): load such a model with `from_pretrained` and save
@@ -53,7 +54,10 @@ def hf_state(model: torch.nn.Module, path: str | None = None) -> dict[str, torch
             if file_name not in converted or converted[file_name].shape != part.shape or file_name in state:
                 raise UnsupportedError(f"model/{name}", _why("files merge it with other tensors", [file_name]))
             state[file_name], origin[file_name] = part, name
-    return state if path is None else _as_stored(library, model, live, state, origin, _names(path))
+    stored = [] if path is None else _names(path)
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ()).difference(stored)  # computed, as sinusoidal positions
+    state = {file_name: tensor for file_name, tensor in state.items() if origin[file_name] not in unsaved}
+    return state if path is None else _as_stored(library, model, live, state, origin, stored)
 
 
 def _library() -> Any:
