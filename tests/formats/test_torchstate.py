@@ -23,7 +23,11 @@ GROUPS = [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": ["c"]}]
 
 
 def canonical(tree: dict[str, Any]) -> dict[str, Any]:
-    return to_canonical(tree, lambda x: isinstance(x, Leaf))
+    """The canonical nest, after making sure that the way back leads to the same tree."""
+    found, outer = to_canonical(tree, lambda x: isinstance(x, Leaf))
+    again, same = to_canonical(to_torch(found, outer), lambda x: isinstance(x, Leaf))
+    assert (again, same) == (found, outer)
+    return found
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optim", "optim_state", "optimizer_state_dict", "optim_state_dict"])
@@ -38,7 +42,7 @@ def test_two_optimizers_are_left_alone() -> None:
 
 
 def test_optimizer_by_index_needs_the_names_of_its_parameters() -> None:
-    unnamed = {"optimizer": {"state": {0: {"m": T}}, "param_groups": [{"lr": 0.1, "params": [0]}]}}
+    unnamed: dict[str, Any] = {"optimizer": {"state": {0: {"m": T}}, "param_groups": [{"lr": 0.1, "params": [0]}]}}
     assert canonical(unnamed) == unnamed
     named = {"state": {0: {"m": T}, 1: {"m": T}}, "param_groups": [{"params": [0, 1], "param_names": ["a", "b"]}]}
     wanted = {"optimizer": {"a": {"m": T}, "b": {"m": T}, "param_groups": [{"params": ["a", "b"]}]}}
@@ -88,6 +92,44 @@ def test_usual_keys_of_models_are_recognised() -> None:
 def test_app_around_both_is_opened() -> None:
     tree = {"app": {"model": {"a": T}, "optim": {"state": {"a": {"m": T}}, "param_groups": GROUPS}}}
     assert canonical(tree) == {"model": {"a": T}, "optimizer": {"a": {"m": T}, "param_groups": GROUPS}}
+
+
+NUMBERED: dict[str, Any] = {"state": {0: {"m": T}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+NAMED: dict[str, Any] = {"a": {"m": T}, "param_groups": [{"lr": 1, "params": ["a"]}]}
+FLAT = {"state.a.m": T, "param_groups.a.lr": 1, "param_groups.a.param_names": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "wanted"),
+    [
+        ({"optimizer_state_dict": NUMBERED}, {"optimizer": NUMBERED}),
+        (
+            {"optimizer_states": [NUMBERED], "state_dict": {"a": T}, "epoch": 1},
+            {"optimizer": NUMBERED, "model": {"a": T}, "epoch": 1},
+        ),
+        (
+            {"optim": FLAT, "a": T},
+            {"optimizer": {"a": {"m": T}, "param_groups": [{"lr": 1, "params": ["a"]}]}, "model": {"a": T}},
+        ),
+        ({"l.0.w": T, "l.0.b": T}, {"model": {"l.0.w": T, "l.0.b": T}}),
+        ({"app": {"model": {"a": T}, "optim": FLAT}}, None),
+        ({"model_state_dict": {"a": T}, "optimizer_states": [NUMBERED, NUMBERED]}, None),
+    ],
+)
+def test_what_was_moved_goes_back_to_its_place(tree: dict[str, Any], wanted: dict[str, Any] | None) -> None:
+    found, outer = to_canonical(tree, lambda x: isinstance(x, Leaf))
+    assert wanted is None or found == wanted
+    assert to_torch(found, outer) == tree
+
+
+def test_numbers_that_became_text_are_numbers_again() -> None:
+    """DCP writes keys as text."""
+    assert canonical({"optimizer": {**NUMBERED, "state": {"0": {"m": T}}}}) == {"optimizer": NUMBERED}
+
+
+def test_a_place_that_is_taken_is_an_error() -> None:
+    with pytest.raises(UnrepresentableError, match="'epoch' is taken"):
+        to_torch({"model": {"epoch": T}, "epoch": 3}, {"model": ""})
 
 
 def test_canonical_form_is_left_alone_and_converts_back() -> None:

@@ -1,14 +1,15 @@
 """Training state as torch programs nest it ↔ the canonical nest that names are made of.
 
 Readers of torch.save and DCP pass what they read through `to_canonical`, their writers pass it back through
-`to_torch`. Only forms that torch itself or its best-known trainers write are recognised; everything else stays.
+`to_torch`. Only forms that torch itself or its best-known trainers write are recognised; everything else stays. What was
+put elsewhere is said in an `Outer` shape, by which `to_torch` puts it back: so a file still loads in its own program.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -24,18 +25,28 @@ _RANK_LOCAL = "ucf.rank_local"  # key of a dict that stands for a rank-local ite
 _APP_KEYS = frozenset({"model", *_OPTIMIZER_KEYS})
 
 
-def to_canonical(tree: Nest, is_tensor: Callable[[object], bool]) -> Nest:
-    """The nest with `model` and `optimizer` in their canonical places; leaves are untouched.
+Outer = dict[str, str]
+"""How a program arranges its state: `model` and `optimizer` → the key where it keeps them (empty: the model's tensors stand
+at the top), `form` → that of the optimizer (see `_FLAT`), `around` → a key around all. What is as usual is not said."""
 
-    Recognised: torch's optimizer state by parameter name (nested, or flattened to `state.<fqn>.<x>` keys) under one of
-    its usual keys; a bare state dict, alone or beside such an optimizer; one `app` around both.
+_FLAT, _FLAT_WITH_NAMES = "flat", "flat, with param_names"
+"""Forms of optimizer state: keys `state.<parameter>.<state>` and `param_groups.<parameter>.<setting>`."""
+_LIST = "optimizer_states"  # Lightning's key: a list of optimizers
+
+
+def to_canonical(tree: Nest, is_tensor: Callable[[object], bool]) -> tuple[Nest, Outer]:
+    """The nest with `model` and `optimizer` in their canonical places, and how it was arranged; leaves are untouched.
+
+    Recognised: torch's optimizer state by parameter name (nested, or flattened to `state.<fqn>.<x>` keys) or by number under
+    one of its usual keys; a bare state dict, alone or beside such an optimizer; one `app` around both.
     """
+    outer: Outer = {}
     top = {key: _restore(value) for key, value in tree.items()}
     if set(top) == {"app"} and isinstance(top["app"], dict) and "model" in top["app"] and set(top["app"]) <= _APP_KEYS:
-        top = dict(top["app"])
-    names = _optimizer_in_place(top, is_tensor)
-    _model_in_place(top, names, is_tensor)
-    return top
+        top, outer["around"] = dict(top["app"]), "app"
+    names = _optimizer_in_place(top, is_tensor, outer)
+    _model_in_place(top, names, is_tensor, outer)
+    return top, outer
 
 
 def _restore(tree: Any) -> Any:
@@ -49,18 +60,48 @@ def _restore(tree: Any) -> Any:
     return {key: _restore(value) for key, value in tree.items()}
 
 
-def _optimizer_in_place(top: Nest, is_tensor: Callable[[object], bool]) -> set[str]:
+def _optimizer_in_place(top: Nest, is_tensor: Callable[[object], bool], outer: Outer) -> set[str]:
     """Bring the one optimizer to `optimizer`; the names of the parameters that it has state of."""
     held = [key for key in _OPTIMIZER_KEYS if isinstance(top.get(key), dict)]
+    if not held and _is_single(top.get(_LIST)):
+        held, top[_LIST] = [_LIST], top[_LIST][0]
     if len(held) != 1:
         return set()
-    canonical = _by_parameter(top[held[0]])
-    if canonical is None:
+    state = top[held[0]]
+    canonical = _by_parameter(state)
+    if canonical is None and not _by_number(state):
         return set()
+    if held[0] != "optimizer":
+        outer["optimizer"] = held[0]
+    if canonical is not None and "state" not in state and "param_groups" not in state:
+        named = any(str(key).endswith(".param_names") for key in state)
+        outer["form"] = _FLAT_WITH_NAMES if named else _FLAT
+    moved = _with_numbers(state) if canonical is None else canonical
     items = list(top.items())
     top.clear()
-    top.update({"optimizer" if key == held[0] else key: canonical if key == held[0] else value for key, value in items})
-    return {name for name, state in canonical.items() if name != "param_groups" and _holds_tensor(state, is_tensor)}
+    top.update({"optimizer" if key == held[0] else key: moved if key == held[0] else value for key, value in items})
+    states = {} if canonical is None else canonical
+    return {name for name, state in states.items() if name != "param_groups" and _holds_tensor(state, is_tensor)}
+
+
+def _is_single(states: object) -> TypeGuard[list[Nest]]:
+    """Whether this is Lightning's list of optimizers with one in it that torch wrote."""
+    return isinstance(states, list) and len(states) == 1 and isinstance(states[0], dict) and _by_number(states[0])
+
+
+def _by_number(state: Nest) -> bool:
+    """Whether this is a torch optimizer's state dict whose parameters are numbered."""
+    groups = state.get("param_groups")
+    if set(state) != {"state", "param_groups"} or not isinstance(state["state"], dict) or not _are_groups(groups):
+        return False
+    numbers = [param for group in groups for param in group["params"]]
+    return all(type(number) is int for number in numbers) and len(set(numbers)) == len(numbers)
+
+
+def _with_numbers(state: Nest) -> Nest:
+    """A numbered state dict with integers as keys: DCP makes text of them."""
+    numbers = {str(number): number for group in state["param_groups"] for number in group["params"]}
+    return {**state, "state": {numbers.get(key, key): held for key, held in state["state"].items()}}
 
 
 def _holds_tensor(state: object, is_tensor: Callable[[object], bool]) -> bool:
@@ -130,38 +171,81 @@ def _unflatten(flat: Nest) -> Nest | None:
     return {**states, "param_groups": groups}
 
 
-def _model_in_place(top: Nest, names: set[str], is_tensor: Callable[[object], bool]) -> None:
+def _model_in_place(top: Nest, names: set[str], is_tensor: Callable[[object], bool], outer: Outer) -> None:
     """Bring the model to `model` where it lies bare at the top, or under another usual key."""
     if "model" in top:
         return
     for key in _MODEL_KEYS:
         if isinstance(top.get(key), dict):
-            top["model"] = top.pop(key)
+            top["model"], outer["model"] = top.pop(key), key
             return
     bare = [key for key, value in top.items() if is_tensor(value)]
     beside = names and names <= set(bare)
     alone = len(bare) == len(top) and any("." in str(key) for key in bare)
     if beside or alone:
+        outer["model"] = ""
         top["model"] = {key: top.pop(key) for key in bare}
 
 
-def to_torch(tree: Nest, *, param_names: bool = False) -> Nest:
-    """The nest with a canonical optimizer in torch's own form: {"state": {fqn: …}, "param_groups": […]}.
+def to_torch(tree: Nest, outer: Mapping[str, str] | None = None, *, param_names: bool = False) -> Nest:
+    """The nest as a torch program keeps it: a canonical optimizer as {"state": {fqn: …}, "param_groups": […]}, and everything
+    where `outer` says.
 
     `param_names` adds that key to groups: optimizers made from named parameters have it, and DCP wants every key there is.
+    Raises UnrepresentableError when a name is taken where it has to go.
     """
-    held = tree.get("optimizer")
+    outer = outer or {}
+    optimizer = _to_torch_optimizer(tree.get("optimizer"), outer.get("form", ""), param_names=param_names)
+    if optimizer is not None:
+        tree = {**tree, "optimizer": optimizer}
+    if outer.get("optimizer") == _LIST and "optimizer" in tree:
+        tree = {**tree, "optimizer": [tree["optimizer"]]}
+    for name in ("optimizer", "model"):
+        key = outer.get(name, name)
+        if key != name and name in tree and (key or isinstance(tree[name], dict)):
+            tree = _moved(tree, name, key)
+    around = outer.get("around")
+    return {around: tree} if around else tree
+
+
+def _moved(tree: Nest, name: str, key: str) -> Nest:
+    """The nest with what is at `name` at `key`, or with its items at the top."""
+    items: Nest = {key: tree[name]} if key else tree[name]
+    taken = next((other for other in items if other in tree and other != name), None)
+    if taken is not None:
+        raise UnrepresentableError(f"{name}/{taken}", "part of the state", f"{taken!r} is taken where its program looks for it")
+    found: Nest = {}
+    for other, value in tree.items():
+        found.update(items if other == name else {other: value})
+    return found
+
+
+def _to_torch_optimizer(held: object, form: str, *, param_names: bool) -> Nest | None:
+    """A canonical optimizer in torch's own form; None for anything else."""
     if not isinstance(held, dict) or "state" in held:
-        return tree
+        return None
     states = {name: state for name, state in held.items() if name != "param_groups"}
     groups = held.get("param_groups", [])
     if not states and not groups:
-        return tree
+        return None
     if not all(isinstance(state, dict) for state in states.values()) or not (groups == [] or _are_groups(groups)):
-        return tree
+        return None
+    if form in (_FLAT, _FLAT_WITH_NAMES):
+        return _flatten(states, groups, names=form == _FLAT_WITH_NAMES)
     if param_names:
         groups = [{**group, "param_names": group["params"]} for group in groups]
-    return {**tree, "optimizer": {"state": states, "param_groups": groups}}
+    return {"state": states, "param_groups": groups}
+
+
+def _flatten(states: Nest, groups: list[Nest], *, names: bool) -> Nest:
+    """The inverse of `_unflatten`."""
+    flat = {f"state.{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if names:
+            settings["param_names"] = group["params"]
+        flat.update({f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()})
+    return flat
 
 
 def plain(tree: Any, *, exact: bool, path: str = "") -> Any:

@@ -20,7 +20,7 @@ from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, Unsu
 from ucformat.formats import notes_file
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
-from ucformat.formats.dcp.writer import write
+from ucformat.formats.dcp.writer import OUTER_KEY, write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical
@@ -68,7 +68,7 @@ def open_catalog(source: Source) -> Catalog:
         )
     metadata = read_metadata(store)
     opened = open_items(store, metadata)
-    nest = to_canonical(_nest(metadata, opened), _is_leaf)
+    nest, outer = to_canonical(_nest(metadata, opened), _is_leaf)
     kept, leaves = values.split(nest, _is_leaf)
     builder = CatalogBuilder(store)
     files = _files(store.size, opened)
@@ -78,7 +78,7 @@ def open_catalog(source: Source) -> Catalog:
         if isinstance(leaf, StoredKey):
             _add_tensor(builder, name, leaf, opened, numbers)
     step = kept.get("step") if isinstance(kept, dict) else None
-    layout = notes_file.read_origin_layout(store)
+    layout = {**notes_file.read_origin_layout(store), **{OUTER_KEY + key: value for key, value in outer.items()}}
     notes = Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept)), origin_layout=layout)
     return builder.build(kept, notes)
 

@@ -30,6 +30,8 @@ from ucformat.formats.torchsave.writer import in_order, torch_tree
 from ucformat.storage.store import Bytes, Store
 from ucformat.values.codec import ArrayRef
 
+OUTER_KEY = "dcp:"
+"""Before the keys of `torchstate.Outer` in a checkpoint's notes."""
 CHUNK_BYTES = 64 << 20  # of one item: stock readers load whole items, so this bounds their memory
 _TOP = "archive"  # the folder in each zip, as torch.save names it for buffers
 _VERSION = "1.0.0"  # of DCP's metadata
@@ -108,7 +110,7 @@ def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | in
             raise UnsupportedError(job.store.url, f"tensor {target.name!r}: torch has no dtype {target.spec.dtype}")
     arrays = {name: _array(job, pieces[name]) for name in set(_arrays(job.values)) if name in pieces}
     leaves: dict[str, Any] = {name: arrays.get(name, _Tensor(name, held[0][1].spec)) for name, held in pieces.items()}
-    tree = torch_tree(job, leaves, exact=True)
+    tree = torch_tree(job, leaves, prefix=OUTER_KEY, exact=True)
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for path, leaf in _flatten((), tree):
@@ -158,8 +160,11 @@ def _array(job: WriteJob, held: Sequence[tuple[int, OutputBox]]) -> np.ndarray[A
 
 
 def _flatten(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Leaves with their paths, by the rule of stock DCP: dicts always descend, lists when they hold tensors or dicts."""
-    if isinstance(value, dict):
+    """Leaves with their paths, by the rule of stock DCP: dicts always descend, lists when they hold tensors or dicts.
+
+    But for empty dicts, of which stock DCP keeps nothing: they are values here, so that they come back.
+    """
+    if isinstance(value, dict) and (value or not path):
         for key, below in value.items():
             yield from _flatten((*path, str(key)), below)
     elif isinstance(value, list) and _descends(value):

@@ -18,7 +18,7 @@ from ucformat.containers.zip_read import checks_of
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats.source import Source
 from ucformat.formats.torchmodule import is_module, to_state_dicts
-from ucformat.formats.torchsave.writer import write
+from ucformat.formats.torchsave.writer import OUTER_KEY, write
 from ucformat.formats.torchstate import to_canonical
 from ucformat.pickles.unpickle import StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
 from ucformat.storage.store import Store
@@ -59,13 +59,15 @@ def open_catalog(source: Source) -> Catalog:
     modules: list[str] = []
     inner = to_state_dicts(opened.tree, modules, source.file)
     tree = to_values({MODEL: inner} if is_module(opened.tree) else inner, source.file)
-    nest = to_canonical(tree, is_tensor) if isinstance(tree, dict) and tree else {BARE: tree}
+    nest, outer = to_canonical(tree, is_tensor) if isinstance(tree, dict) and tree else ({BARE: tree}, {})
     kept, leaves = values.split(nest, is_tensor)
     builder = CatalogBuilder(source.store)
     add_leaves(builder, leaves, {source.file: file_of(source.store, opened)})
     step = kept.get("step") if isinstance(kept, dict) else None
     remarks = [*(f"of a pickled {name} the state dict was read" for name in modules), *placeholders(kept)]
-    return builder.build(kept, Notes(NAME, step if type(step) is int else None, remarks=tuple(remarks)))
+    layout = {OUTER_KEY + key: value for key, value in outer.items()}
+    notes = Notes(NAME, step if type(step) is int else None, remarks=tuple(remarks), origin_layout=layout)
+    return builder.build(kept, notes)
 
 
 def file_of(store: Store, opened: TorchFile) -> File:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ucformat import values
+from ucformat.catalog import Notes
 from ucformat.containers.file_image import stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.errors import ExistsError, UnsupportedError
@@ -77,11 +78,22 @@ def in_order(job: WriteJob) -> dict[str, list[tuple[int, OutputBox]]]:
     return pieces
 
 
-def torch_tree(job: WriteJob, leaves: Mapping[str, Any], *, exact: bool = False) -> Nest:
-    """The state as torch programs nest it, tensors being `leaves` by name. Raises UnrepresentableError for an opaque value.
+OUTER_KEY = "torchsave:"
+"""Before the keys of `torchstate.Outer` in a checkpoint's notes."""
 
-    `exact` is for DCP: see `torchstate.plain`, and its optimizers keep `param_names`.
+
+def outer_of(notes: Notes, prefix: str) -> dict[str, str]:
+    """How the origin arranged its state, as the notes say under `prefix`."""
+    return {key.removeprefix(prefix): value for key, value in notes.origin_layout.items() if key.startswith(prefix)}
+
+
+def torch_tree(job: WriteJob, leaves: Mapping[str, Any], *, prefix: str = OUTER_KEY, exact: bool = False) -> Nest:
+    """The state as torch programs nest it, tensors being `leaves` by name.
+
+    Everything goes where the notes say, under `prefix`, that its program keeps it. `exact` is for DCP: see `torchstate.plain`,
+    and its optimizers keep `param_names`. Raises UnrepresentableError for an opaque value.
     """
     held = {**leaves, **{alias: leaves[name] for alias, name in job.aliases.items() if name in leaves}}
     tree = values.join(job.values if isinstance(job.values, dict) else {}, held)
-    return cast(Nest, plain(to_torch(cast(Nest, tree), param_names=exact), exact=exact))
+    arranged = to_torch(cast(Nest, tree), outer_of(job.notes, prefix), param_names=exact)
+    return cast(Nest, plain(arranged, exact=exact))
