@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 import ucformat
 from tests.checkpoints import bits
-from tests.s3 import Clients, Server, objects, serving
+from tests.s3.bucket import Server, objects, serving
+from tests.s3.clients import Clients
 from ucformat.errors import ExistsError, FormatError, MissingFileError, NotACheckpointError, StorageError
 from ucformat.storage.open import open_store
 

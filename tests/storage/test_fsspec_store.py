@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ucformat
 from tests.checkpoints import bits, flip
-from tests.s3 import serving
+from tests.s3.bucket import serving
 from ucformat.errors import ChecksumError, ExistsError, MissingFileError, NotACheckpointError, StorageError
 from ucformat.formats import native
 from ucformat.storage.fsspec_store import FsspecStore

@@ -18,7 +18,6 @@ import numpy as np
 from ucformat.errors import ExistsError, StorageError, UnsupportedError
 from ucformat.formats import sidecar_files
 from ucformat.formats.owned import owner, walk
-from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.store import Store
 
 PARTIAL = ".partial"
@@ -38,14 +37,14 @@ class Marker(msgspec.Struct, frozen=True):
 class Attempt:
     """One attempt to write into `store`."""
 
-    store: FsspecStore
+    store: Store
     overwrite: bool
     marker: Marker
     again: bool
     """Whether an interrupted one was there: then its marker outlives a failure of this one, too."""
 
     @property
-    def staging(self) -> FsspecStore:
+    def staging(self) -> Store:
         return staging_of(self.store)
 
     def finish(self, last: str) -> list[str]:
@@ -65,16 +64,16 @@ class Attempt:
             pass
 
 
-def staging_of(store: FsspecStore) -> FsspecStore:
+def staging_of(store: Store) -> Store:
     return store.sub(PARTIAL)
 
 
 def interrupted(store: Store) -> bool:
     """Whether a conversion to here was interrupted, or is under way."""
-    return isinstance(store, FsspecStore) and store.exists(f"{PARTIAL}/{MARKER}")
+    return not store.renames and store.exists(f"{PARTIAL}/{MARKER}")
 
 
-def begin(store: FsspecStore, overwrite: bool) -> Attempt:
+def begin(store: Store, overwrite: bool) -> Attempt:
     """Clear away what an interrupted attempt has staged, and mark the place as ours.
 
     Raises ExistsError when something is there that may not be replaced, UnsupportedError for a checkpoint that never is,

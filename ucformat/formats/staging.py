@@ -22,7 +22,6 @@ from ucformat.formats.owned import Owns, owner, walk
 from ucformat.formats.partial import PARTIAL, check_kept
 from ucformat.formats.target import WriteJob
 from ucformat.storage.atomic import sync_directory
-from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
 from ucformat.storage.store import Store, Writer
 
@@ -89,17 +88,13 @@ def _finish(attempt: Attempt, store: Store, last: str) -> None:
 def replacing(store: Store, path: str, size: int) -> Iterator[Writer]:
     """A writer of one file that takes the name `path` only when it is complete: until then the old file is there."""
     replaces = store.exists(path)
-    if isinstance(store, LocalStore) or (isinstance(store, FsspecStore) and store.appears_whole and not replaces):
+    if store.renames or (store.appears_whole and not replaces):
         with store.writer(path, size) as writer:
             yield writer
         return
-    assert isinstance(store, FsspecStore)
     beside = path + PARTIAL
     with store.writer(beside, size) as writer:
         yield writer
-    if not replaces:
-        store.move(beside, path)
-        return
     try:
         store.copy(beside, path)
     finally:
@@ -115,12 +110,11 @@ def _staging(store: Store) -> Store:
     if isinstance(store, LocalStore):
         parent, name = os.path.split(store.url)
         return LocalStore(os.path.join(parent, f".{name}{PARTIAL}"))
-    assert isinstance(store, FsspecStore)
     return partial.staging_of(store)
 
 
 def _begin(store: Store, overwrite: bool) -> Attempt:
-    if isinstance(store, FsspecStore):
+    if not store.renames:
         return partial.begin(store, overwrite)
     assert isinstance(store, LocalStore)
     return _begin_beside(store, overwrite)

@@ -89,9 +89,12 @@ class Reader:
 
     def read_parts(self, start: int, parts: Sequence[Bytes]) -> None:
         """Fill several buffers with the bytes from `start` on, one after the other. Raises what `read_into` does."""
+        data = np.empty(sum(part.nbytes for part in parts), dtype=np.uint8)  # one request, however many buffers
+        self.read_into(start, data)
+        at = 0
         for part in parts:
-            self.read_into(start, part)
-            start += part.nbytes
+            part[:] = data[at : at + part.nbytes]
+            at += part.nbytes
 
     def prefetch(self, start: int, nbytes: int) -> None:
         """Have a range brought into memory in the background. A hint."""
