@@ -8,6 +8,7 @@ Names are paths: the keys from the root to the tensor, escaped and joined with `
 from __future__ import annotations
 
 import argparse
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from ucformat.errors import CoverageError, FormatError, UnrepresentableError, ValueConflictError
+from ucformat.values import bytes_io
 from ucformat.values.codec import MAX_DEPTH, ArrayRef, Opaque, RankLocal, TensorRef, Where, decode, encode, has_surrogates
 
 __all__ = [
@@ -92,6 +94,8 @@ class _Splitter:
         return self._other(x, at, name)
 
     def _other(self, x: object, at: Where, name: str) -> object:
+        if type(x) is io.BytesIO:
+            return bytes_io.to_value(x)
         if type(x) is argparse.Namespace:
             return argparse.Namespace(**cast(dict[str, Any], self._dict(vars(x), at, name, named=False)))
         if type(x) is RankLocal:
@@ -179,6 +183,9 @@ def _fill(x: object, tensors: Mapping[str, Any], used: set[str], at: Where) -> o
     if type(x) is RankLocal:
         return RankLocal(x.policy, x.coords, tuple(_fill_items(x.values, tensors, used, at)), x.first)
     if type(x) is Opaque:
+        stream = bytes_io.from_value(x)
+        if stream is not None:
+            return stream
         return Opaque(x.class_name, _fill(x.state, tensors, used, Where(at, x.class_name)))
     return x
 

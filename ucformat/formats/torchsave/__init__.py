@@ -22,6 +22,7 @@ from ucformat.formats.torchsave.writer import OUTER_KEY, write
 from ucformat.formats.torchstate import to_canonical
 from ucformat.pickles.unpickle import StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
 from ucformat.storage.store import Store
+from ucformat.values import bytes_io
 from ucformat.values.codec import Opaque
 
 NAME = "torchsave"
@@ -138,6 +139,8 @@ def placeholders(tree: object) -> Iterator[str]:
 
 
 def _classes(tree: object) -> Iterator[str]:
+    if bytes_io.is_one(tree):
+        return
     if isinstance(tree, Opaque):
         yield tree.class_name
         yield from _classes(tree.state)

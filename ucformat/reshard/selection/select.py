@@ -14,6 +14,7 @@ from ucformat import values as trees
 from ucformat.catalog import Catalog
 from ucformat.errors import UnsupportedError
 from ucformat.formats.hf.layout import METADATA_KEY
+from ucformat.values import bytes_io
 
 _SHOWN = 5  # names in a remark before "and N more"
 _OPAQUE_SHOWN = 20
@@ -40,6 +41,9 @@ class Chosen:
         if self.opaque_left_out:
             shown = shorten(self.opaque_left_out, _OPAQUE_SHOWN)
             told.append(f"left out, {to} has no place for objects of unknown classes: {shown}")
+        streams = _bytes_io_paths(self.catalog.values) if to == "torchsave" else []
+        if streams:
+            told.append(f"torch.load refuses io.BytesIO with weights_only=True: {shorten(streams)}")
         return told
 
 
@@ -162,12 +166,24 @@ def _whole(patterns: Sequence[str]) -> list[str]:
     return [*patterns, *(pattern[:-2] for pattern in patterns if pattern.endswith("/*"))]
 
 
+def _bytes_io_paths(values: object) -> list[str]:
+    found: list[str] = []
+
+    def note(path: str, value: object) -> bool:
+        if bytes_io.is_one(value):
+            found.append(path)
+        return False
+
+    trees.prune(values, note)
+    return found
+
+
 def _without_opaque(values: object) -> tuple[object, list[str], set[str]]:
     """The values without objects of unknown classes; these, by path and class; names of tensors that only they held."""
     lost: list[str] = []
 
     def drop(path: str, value: object) -> bool:
-        if isinstance(value, trees.Opaque):
+        if isinstance(value, trees.Opaque) and not bytes_io.is_one(value):
             lost.append(f"{path} ({value.class_name})")
             return True
         return False

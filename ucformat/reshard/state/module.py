@@ -18,6 +18,7 @@ from ucformat.errors import UnrepresentableError, UnsupportedError
 from ucformat.naming import TRANSPARENT
 from ucformat.reshard.state import fsdp
 from ucformat.reshard.state.leaf import Leaf, leaf
+from ucformat.values import bytes_io
 
 EXTRA_STATE = "_extra_state"  # torch's own name for what get_extra_state gives
 
@@ -129,9 +130,10 @@ def _clean(fqn: str) -> str:
 def extra_state(module: nn.Module) -> object:
     """What `get_extra_state` gives, in types that values have (Transformer Engine gives a BytesIO)."""
     state: object = module.get_extra_state()
-    return state.getvalue() if isinstance(state, io.BytesIO) else state
+    return bytes_io.to_value(state) if type(state) is io.BytesIO else state
 
 
 def put_extra_state(module: nn.Module, stored: object) -> None:
+    """Give a module its extra state back. Earlier releases stored the bytes of a BytesIO."""
     wrap = isinstance(stored, bytes) and isinstance(module.get_extra_state(), io.BytesIO)
     module.set_extra_state(io.BytesIO(stored) if wrap else stored)  # type: ignore[arg-type]  # bytes, as just seen
