@@ -146,6 +146,13 @@ def test_what_is_no_canonical_optimizer_is_written_as_it_is(optimizer: Any) -> N
     assert to_torch({"optimizer": optimizer}) == {"optimizer": optimizer}
 
 
+def test_what_an_optimizer_adds_to_its_state_dict_stays_beside_it() -> None:
+    stored = {"optimizer": {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}], "averaged": 7}}
+    found = canonical(stored)
+    assert found["optimizer"]["_extra_state"] == {"averaged": 7}
+    assert to_torch(found) == stored
+
+
 def test_plain_values_are_what_weights_only_accepts() -> None:
     tree = {
         "a": [1, {"k": 2}],

@@ -22,6 +22,7 @@ Nest = dict[str, Any]
 _MODEL_KEYS = ("model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optim_state", "optimizer_state", "optimizer_state_dict", "optim_state_dict")
 _RANK_LOCAL = "ucf.rank_local"  # key of a dict that stands for a rank-local item: its policy; beside it coords and values
+_EXTRA = "_extra_state"  # what an optimizer's own state_dict has beside states and groups (see `reshard.state.optimizer`)
 _APP_KEYS = frozenset({"model", *_OPTIMIZER_KEYS})
 
 
@@ -81,7 +82,7 @@ def _optimizer_in_place(top: Nest, is_tensor: Callable[[object], bool], outer: O
     top.clear()
     top.update({"optimizer" if key == held[0] else key: moved if key == held[0] else value for key, value in items})
     states = {} if canonical is None else canonical
-    return {name for name, state in states.items() if name != "param_groups" and _holds_tensor(state, is_tensor)}
+    return {name for name, state in states.items() if name not in {"param_groups", _EXTRA} and _holds_tensor(state, is_tensor)}
 
 
 def _is_single(states: object) -> TypeGuard[list[Nest]]:
@@ -113,10 +114,13 @@ def _by_parameter(state: Nest) -> Nest | None:
     if state and all(str(key).startswith(("state.", "param_groups.")) for key in state):
         return _unflatten(state)
     groups, states = state.get("param_groups"), state.get("state", {})
-    if not set(state) <= {"state", "param_groups"} or not isinstance(states, dict) or not _are_groups(groups):
+    if not isinstance(states, dict) or not _are_groups(groups) or not all(isinstance(key, str) for key in state):
+        return None
+    extra = {key: value for key, value in state.items() if key not in {"state", "param_groups"}}
+    if extra and "state" not in state:  # canonical already
         return None
     names = _parameter_names(groups)
-    if names is None or "param_groups" in names.values():
+    if names is None or not {"param_groups", _EXTRA}.isdisjoint(names.values()):
         return None
     by_name = all(isinstance(param, str) for group in groups for param in group["params"])
     known = (lambda key: isinstance(key, str)) if by_name else names.__contains__  # tied parameters have state under both names
@@ -126,7 +130,8 @@ def _by_parameter(state: Nest) -> Nest | None:
         {key: [names[p] for p in value] if key == "params" else value for key, value in group.items() if key != "param_names"}
         for group in groups
     ]
-    return {**{names.get(key, str(key)): held for key, held in states.items()}, "param_groups": renamed}
+    named = {names.get(key, str(key)): held for key, held in states.items()}
+    return {**named, "param_groups": renamed, **({_EXTRA: extra} if extra else {})}
 
 
 def _are_groups(groups: object) -> TypeGuard[list[Nest]]:
@@ -224,8 +229,11 @@ def _to_torch_optimizer(held: object, form: str, *, param_names: bool) -> Nest |
     """A canonical optimizer in torch's own form; None for anything else."""
     if not isinstance(held, dict) or "state" in held:
         return None
-    states = {name: state for name, state in held.items() if name != "param_groups"}
+    extra = held.get(_EXTRA, {})
+    states = {name: state for name, state in held.items() if name not in {"param_groups", _EXTRA}}
     groups = held.get("param_groups", [])
+    if not isinstance(extra, dict) or not {"state", "param_groups"}.isdisjoint(extra):
+        return None
     if not states and not groups:
         return None
     if not all(isinstance(state, dict) for state in states.values()) or not (groups == [] or _are_groups(groups)):
@@ -234,7 +242,7 @@ def _to_torch_optimizer(held: object, form: str, *, param_names: bool) -> Nest |
         return _flatten(states, groups, names=form == _FLAT_WITH_NAMES)
     if param_names:
         groups = [{**group, "param_names": group["params"]} for group in groups]
-    return {"state": states, "param_groups": groups}
+    return {"state": states, "param_groups": groups, **extra}
 
 
 def _flatten(states: Nest, groups: list[Nest], *, names: bool) -> Nest:
