@@ -145,6 +145,31 @@ def test_a_state_dict_of_another_form_is_stored_as_it_is(tmp_path: Path) -> None
     assert_equal(other.state_dict(), optimizer.state_dict())
 
 
+def test_a_list_with_an_optimizer_of_another_form_is_several(tmp_path: Path) -> None:
+    model, fresh = net(), net()
+    optimizers, others = (
+        [torch.optim.Adam(m[0].parameters(), lr=rate), Lookahead(torch.optim.SGD(m[2].parameters(), lr=0.1))]
+        for m, rate in ((model, 0.3), (fresh, 0.4))
+    )
+    train(model, *optimizers)
+    ucformat.save(str(tmp_path / "ck"), {"model": model, "optimizer": optimizers})
+    ucformat.load(str(tmp_path / "ck"), into={"model": fresh, "optimizer": others})
+    for a, b in zip(optimizers, others, strict=True):
+        assert_equal(a.state_dict(), b.state_dict())
+
+
+class Bare(torch.optim.Optimizer):
+    """Neither is an optimizer nor says so."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+def test_a_wrapper_that_shows_no_state_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="optimizer: Bare is an Optimizer without state"):
+        ucformat.save(str(tmp_path / "ck"), {"optimizer": Bare(torch.optim.Adam(net().parameters()))})
+
+
 def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     return [
         {"params": list(model.parameters()), "weight_decay": decay},

@@ -204,9 +204,12 @@ def choose(x: RankLocalItem, stored: values.RankLocal, walker: Walker, path: str
 
 
 def find(tree: object, path: Sequence[str]) -> Any:
-    """What stands at `path` in a tree of dicts, or None."""
+    """What stands at `path` in a tree of dicts and lists, or None."""
     for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
+        if isinstance(tree, (list, tuple)) and key.isdecimal() and int(key) < len(tree):
+            tree = tree[int(key)]
+        else:
+            tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 

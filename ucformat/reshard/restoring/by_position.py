@@ -14,6 +14,7 @@ from typing import Any
 from ucformat import values
 from ucformat.catalog import Catalog
 from ucformat.errors import ShapeMismatchError, UnsupportedError
+from ucformat.reshard.restoring.apply import find
 from ucformat.reshard.state.assign import Pending
 from ucformat.reshard.state.optimizer import EXTRA, GROUPS, Named
 
@@ -45,6 +46,8 @@ def with_names(catalog: Catalog, tree: object, optimizers: Sequence[Sequence[Nam
         if found is None:
             continue
         key = items[0].key
+        if any(isinstance(find(tree, found.path[:depth]), (list, tuple)) for depth in range(len(found.path))):
+            raise UnsupportedError(key, "stored by number, in a list with other things: load the optimizers from a dict")
         node: dict[str, Any] = {GROUPS: []}
         for item, given in zip(items, found.dicts, strict=True):
             named = _named(item, given, f"{catalog.store.url}: {'/'.join(found.path) or 'the optimizer state'}", catalog)
@@ -61,20 +64,14 @@ def with_names(catalog: Catalog, tree: object, optimizers: Sequence[Sequence[Nam
 def _find(tree: object, items: Sequence[Named], *, alone: bool) -> Found | None:
     """The state dicts by number at the optimizer's key, or in a usual place when it is the only one and has nothing there."""
     own = tuple(values.split_name(items[0].key))
-    here = _at(tree, own)
+    here = find(tree, own)
     if here is not None or not alone:
         return _as_dicts(own, here, len(items))
     for path in PLACES:
-        found = _as_dicts(path, _at(tree, path), len(items))
+        found = _as_dicts(path, find(tree, path), len(items))
         if found is not None:
             return found
     return None
-
-
-def _at(tree: object, path: Sequence[str]) -> Any:
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def _as_dicts(path: tuple[str, ...], node: Any, count: int) -> Found | None:

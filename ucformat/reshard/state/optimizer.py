@@ -71,6 +71,10 @@ def named(optimizer: torch.optim.Optimizer, key: str, owners: Owners, *, loading
     None when its own `state_dict` is not in torch's form: it is then an object with state like any other. Raises UnsupportedError
     where that can't be, since parameters are sharded.
     """
+    if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
+        raise UnsupportedError(
+            key, f"{type(optimizer).__name__} is an Optimizer without state and param_groups: put what it wraps into the state"
+        )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         holder = _of_zero(optimizer, key)
         names = _names(optimizer.param_groups, key, owners)

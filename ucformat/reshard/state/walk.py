@@ -145,7 +145,8 @@ class Walker:
         items = [item for item in found if item is not None]
         if len(items) == len(found):
             self.named[id(x)] = items
-        return bool(items) or is_leafy(x)
+            return True
+        return is_leafy(x)  # into a list: each for itself then
 
     def split(self) -> tuple[Leaves, object]:
         """All leaves by name, and the value tree."""
