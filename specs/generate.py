@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ucformat.formats.native.manifest import VERSION, Envelope, Record
+from ucformat.containers.envelope import VERSION, Envelope
+from ucformat.formats.native.manifest import Record
 from ucformat.formats.native.shard import ShardNote
 from ucformat.formats.snapshot import SlotRecord
 from ucformat.values.codec import TAGS

@@ -53,6 +53,12 @@ def write_native(
     return store
 
 
+def shards_of(path: Path | str) -> Path:
+    """The folder of shards and index of the only attempt at a native checkpoint."""
+    (found,) = Path(path).glob("shards.*")
+    return found
+
+
 def open_native(store: Store) -> Catalog:
     return native.open_catalog(Source(store))
 

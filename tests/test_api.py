@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 import ucformat
-from tests.checkpoints import bits
+from tests.checkpoints import bits, shards_of
 from tests.reshard.ranks import on_ranks
 from ucformat.errors import (
     ChecksumError,
@@ -134,11 +134,27 @@ def test_keep_leaves_the_newest_committed_steps(tmp_path: Path) -> None:
         ucformat.save(run, {"s": torch.tensor(5)}, step=5, keep=0)
 
 
-def test_saving_an_older_step_with_keep_never_removes_the_newest(tmp_path: Path) -> None:
+def test_what_was_just_saved_stays_and_is_what_load_gives_after_going_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = str(tmp_path / "run")
-    for step in (10, 5):
-        ucformat.save(run, {"s": torch.tensor(step)}, step=step, keep=1)
-    assert ucformat.steps(run) == [10]
+    for step in (100, 200, 300, 150):
+        assert ucformat.save(run, {"s": torch.tensor(step)}, step=step, keep=3).endswith(f"step-{step:08d}")
+    assert "step 150 is the newest one now; higher steps are kept but passed over: 200, 300" in caplog.text
+    assert ucformat.steps(run) == [100, 150, 200, 300]
+    assert ucformat.load(run)["s"] == 150
+    assert ucformat.load(run, step=300)["s"] == 300
+    ucformat.save(run, {"s": torch.tensor(160)}, step=160, keep=2)
+    assert ucformat.steps(run) == [150, 160, 200, 300]
+    with pytest.raises(ExistsError):
+        ucformat.save(run, {"s": torch.tensor(0)}, step=200)
+    ucformat.save(run, {"s": torch.tensor(201)}, step=200, keep=2, overwrite=True)
+    assert (ucformat.steps(run), ucformat.load(run)["s"]) == ([160, 200, 300], 201)
+    ucformat.save(run, {"s": torch.tensor(310)}, step=310, keep=2)
+    assert (ucformat.steps(run), ucformat.load(run)["s"]) == ([200, 300, 310], 310)
+    ucformat.save(run, {"s": torch.tensor(320)}, step=320, keep=2)
+    assert ucformat.steps(run) == [310, 320]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000310", "step-00000320"]
 
 
 def test_a_committed_checkpoint_is_only_replaced_on_demand(tmp_path: Path) -> None:
@@ -170,7 +186,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
 def test_damage_is_an_error_that_names_tensor_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     ucformat.save(str(path), {"a": torch.ones(3000)})
-    shard = path / "shards" / "00000.safetensors"
+    shard = shards_of(path) / "00000.safetensors"
     raw = bytearray(shard.read_bytes())
     raw[5000] ^= 4
     shard.write_bytes(raw)

@@ -16,7 +16,7 @@ VERSIONS = sorted(path for path in golden.FOLDER.iterdir() if path.is_dir())
 
 
 def test_there_is_one_for_this_version() -> None:
-    from ucformat.formats.native.manifest import VERSION
+    from ucformat.containers.envelope import VERSION
 
     assert VERSION in {path.name for path in VERSIONS}
 

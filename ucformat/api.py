@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, overload
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from ucformat import formats, values
 from ucformat.catalog import Catalog
-from ucformat.errors import NotACheckpointError
+from ucformat.errors import ExistsError, NotACheckpointError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.native.manifest import MANIFEST
 from ucformat.formats.source import Source, locate
@@ -22,6 +23,7 @@ from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
 __all__ = ["convert", "load", "open", "save"]
+_LOG = logging.getLogger(__name__)
 
 
 def save(
@@ -55,20 +57,38 @@ def save(
     group = current(process_group)
     run = open_store(path)
     store = run if step is None else run.sub(native.step_name(step))
+    if step is not None:
+        with group.together(f"preparing {store.url}"):
+            if group.rank == 0:
+                _prepare_run(run, step, store)
     save_state(store, state, SaveOptions(step, overwrite, check_replicas, on_bytes), group)
-    if keep is not None and step is not None:
+    if step is not None:
         with group.together(f"removing old checkpoints of {path}"):
             if group.rank == 0:
-                _prune(run, keep)
+                _tidy(run, step, keep)
     return store.url
 
 
-def _prune(run: Store, keep: int) -> None:
-    """Leave the newest `keep` committed steps; the commit record goes first, so none is ever half there."""
-    for old in native.committed_steps(run)[:-keep]:
-        store = run.sub(native.step_name(old))
-        store.remove(MANIFEST)
-        store.remove()
+def _prepare_run(run: Store, step: int, store: Store) -> None:
+    """Make room, and refuse to mix: a path is a checkpoint or holds the steps of a run, else nobody could say what it means."""
+    if run.exists(MANIFEST):
+        raise ExistsError(run.url, "is a checkpoint itself, so it can't hold steps, too", "")
+    if store.is_link():
+        raise ExistsError(store.url, "is a symbolic link, and what it leads to is not changed", "remove the link")
+    native.clear_steps(run, but={step})
+
+
+def _tidy(run: Store, step: int, keep: int | None) -> None:
+    """After a commit: what fails here does not undo it."""
+    try:
+        higher = native.note_saved(run, step)
+        if higher:
+            shown = ", ".join(map(str, higher))
+            _LOG.warning("%s: step %d is the newest one now; higher steps are kept but passed over: %s", run.url, step, shown)
+        if keep is not None:
+            native.prune_steps(run, step, keep)
+    except UcformatError as error:
+        _LOG.warning("%s: step %d is committed, but tidying up failed: %s", run.url, step, error)
 
 
 @overload

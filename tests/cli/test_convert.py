@@ -121,10 +121,10 @@ def test_objects_of_unknown_classes_that_are_left_out_are_shown(ucconvert: Progr
 
 INTERRUPTED = """
 import os, sys, time
-from ucformat import image
+from ucformat.containers import file_image
 from ucformat.cli.app import run
 from ucformat.reshard import convert
-image.CHUNK_BYTES = 1 << 20
+file_image.CHUNK_BYTES = 1 << 20
 fill = convert.CatalogFill.__call__
 def slow(self, parts):
     os.write(1, b"filling\\n")

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.checkpoints import flip
+from tests.checkpoints import flip, shards_of
 from tests.cli.calls import Program
 
 
 def test_a_lost_index_is_rebuilt_byte_for_byte(ucconvert: Program, src: Path) -> None:
-    index = (src / "index.safetensors").read_bytes()
-    (src / "index.safetensors").unlink()
+    index = (shards_of(src) / "index.safetensors").read_bytes()
+    (shards_of(src) / "index.safetensors").unlink()
     assert ucconvert("inspect", src).status == 1
     answer = ucconvert("reindex", src)
     assert answer.status == 0
     assert answer.out == f"rebuilt the index of {src}: 6 fragments\n"
-    assert (src / "index.safetensors").read_bytes() == index
+    assert (shards_of(src) / "index.safetensors").read_bytes() == index
     assert ucconvert("verify", src).status == 0
 
 
 def test_a_damaged_shard_header_is_refused(ucconvert: Program, src: Path) -> None:
-    (src / "index.safetensors").unlink()
-    flip(src / "shards/00000.safetensors", 40)
+    (shards_of(src) / "index.safetensors").unlink()
+    flip(shards_of(src) / "00000.safetensors", 40)
     answer = ucconvert("reindex", src)
     assert answer.status == 1
     assert "00000.safetensors" in answer.err
-    assert not (src / "index.safetensors").exists()
+    assert not (shards_of(src) / "index.safetensors").exists()
 
 
 def test_only_native_checkpoints_have_an_index(ucconvert: Program, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import flip
+from tests.checkpoints import flip, shards_of
 from tests.cli.calls import Program
 
 
@@ -19,10 +19,10 @@ def test_a_whole_checkpoint_is_ok(ucconvert: Program, src: Path) -> None:
 
 
 def test_damage_is_listed_with_file_bytes_and_tensors(ucconvert: Program, src: Path) -> None:
-    flip(src / "shards/00000.safetensors", 4096 + 3)
+    flip(shards_of(src) / "00000.safetensors", 4096 + 3)
     answer = ucconvert("verify", src)
     assert answer.status == 1
-    assert "shards/00000.safetensors, bytes 4096-" in answer.out
+    assert "/00000.safetensors, bytes 4096-" in answer.out
     assert "xxh3-64 does not match; damages model/" in answer.out
     assert "DAMAGED: 1 finding" in answer.out
     result = json.loads(ucconvert("verify", src, "--json").out)
@@ -31,7 +31,7 @@ def test_damage_is_listed_with_file_bytes_and_tensors(ucconvert: Program, src: P
 
 
 def test_a_missing_shard_is_listed(ucconvert: Program, src: Path) -> None:
-    (src / "shards/00001.safetensors").unlink()
+    (shards_of(src) / "00001.safetensors").unlink()
     answer = ucconvert("verify", src)
     assert answer.status == 1
     assert "00001.safetensors" in answer.out

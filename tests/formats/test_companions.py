@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import ucformat
 from tests.cli.calls import Program
+from ucformat.containers.envelope import seal
 from ucformat.errors import ChecksumError, FormatError, MissingFileError, UcformatError
-from ucformat.formats.native.manifest import FileRecord, decode_record, encode_record, seal
+from ucformat.formats.native.manifest import FileRecord, decode_record, encode_record
 from ucformat.formats.native.shard import hex_digest
 from ucformat.reshard.convert import convert
 from ucformat.storage.open import open_store

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 
 import ucformat
-from tests.checkpoints import bits, write_native
+from tests.checkpoints import bits, shards_of, write_native
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
@@ -219,7 +219,7 @@ def test_metadata_that_is_no_alias_is_kept_through_a_round_trip(tmp_path: Path) 
 def test_other_formats_built_on_safetensors_are_not_taken_for_hf(tmp_path: Path) -> None:
     write_native(tmp_path / "native", {"model/a": torch.ones(3)})
     assert not hf.detect(locate(str(tmp_path / "native")))
-    assert not hf.detect(locate(str(tmp_path / "native/shards/00000.safetensors")))
+    assert not hf.detect(locate(str(shards_of(tmp_path / "native") / "00000.safetensors")))
     (tmp_path / "dcp").mkdir()
     save_file({"a": torch.ones(3)}, tmp_path / "dcp/shard-00001-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": "{}"})
     assert not hf.detect(locate(str(tmp_path / "dcp")))

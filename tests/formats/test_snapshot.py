@@ -14,9 +14,9 @@ from tests.checkpoints import bits, flip
 from tests.cli.calls import Program
 from tests.snapshot.rigs.slotfill import SMALL, W, assert_is_step, hash_slot, opened, pieces, take
 from ucformat import formats, values
+from ucformat.containers.envelope import seal
 from ucformat.errors import ChecksumError, FormatError, MissingFileError, NotACheckpointError, VersionError
 from ucformat.formats import snapshot
-from ucformat.formats.native.manifest import seal
 from ucformat.formats.snapshot import SlotRecord, decode_slot, encode_slot, open_catalog, survey
 from ucformat.formats.source import Source, locate
 from ucformat.reshard.reading.lazy import read

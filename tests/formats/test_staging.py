@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ucformat.errors import ExistsError, StorageError, UnsupportedError
-from ucformat.formats import staging
+from ucformat.formats import beside, staging
 from ucformat.formats.target import WriteJob
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.open import open_store
@@ -83,11 +83,13 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, overwrite: bool, when: 
 
 
 def test_what_a_killed_attempt_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial/half").write_text("half")
+    attempt = beside.begin(open_store(str(tmp_path / "out")), overwrite=False)
+    attempt.staging.put("half", b"half")
+    attempt.claim.hold.release()  # as the end of a process does
+    (tmp_path / ".out.partial").mkdir()  # not ours: no marker vouches for it
     publish(job(tmp_path / "out"), put(SHARD, "1"), put(LAST, "2"))
     assert sorted(os.listdir(tmp_path / "out")) == [SHARD, LAST]
-    assert os.listdir(tmp_path) == ["out"]
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "out"]
 
 
 def test_an_empty_directory_may_stand_there_and_a_file_may_not(tmp_path: Path) -> None:

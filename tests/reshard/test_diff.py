@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import bits, flip, open_native, split_evenly, write_native
+from tests.checkpoints import bits, flip, open_native, shards_of, split_evenly, write_native
 from ucformat.catalog import Catalog
 from ucformat.errors import ChecksumError
 from ucformat.formats import hf
@@ -134,7 +134,7 @@ def test_any_two_formats_are_compared(tmp_path: Path) -> None:
 def test_a_damaged_side_is_an_error_not_a_difference(tmp_path: Path) -> None:
     state = {"w": torch.zeros(100_000)}
     a, b = native(tmp_path / "a", state), native(tmp_path / "b", state)
-    flip(tmp_path / "b/shards/00000.safetensors", 50_000)
+    flip(shards_of(tmp_path / "b") / "00000.safetensors", 50_000)
     with pytest.raises(ChecksumError, match="damages w"):
         diff(a, b)
 

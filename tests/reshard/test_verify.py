@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import flip, open_native, write_native
+from tests.checkpoints import flip, open_native, shards_of, write_native
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, Checks, File, StaticChecks
 from ucformat.containers.checksums import digest
@@ -60,8 +60,8 @@ def test_every_flipped_bit_is_found_with_its_tensor(whole: Path) -> None:
 
 def test_a_flipped_bit_in_a_header_or_checksum_table_is_found(whole: Path) -> None:
     catalog = opened(whole)
-    flip(whole / "shards/00000.safetensors", 100)
-    flip(whole / "shards/00001.safetensors", (whole / "shards/00001.safetensors").stat().st_size - 3)
+    flip(shards_of(whole) / "00000.safetensors", 100)
+    flip(shards_of(whole) / "00001.safetensors", (shards_of(whole) / "00001.safetensors").stat().st_size - 3)
     first, second = verify(catalog).damages
     assert "header" in first.what
     assert "checksum table" in second.what
@@ -69,9 +69,9 @@ def test_a_flipped_bit_in_a_header_or_checksum_table_is_found(whole: Path) -> No
 
 def test_a_cut_off_and_a_missing_file_are_found_with_their_tensors(whole: Path) -> None:
     catalog = opened(whole)
-    size = (whole / "shards/00000.safetensors").stat().st_size
-    os.truncate(whole / "shards/00000.safetensors", size // 2)
-    (whole / "shards/00001.safetensors").unlink()
+    size = (shards_of(whole) / "00000.safetensors").stat().st_size
+    os.truncate(shards_of(whole) / "00000.safetensors", size // 2)
+    (shards_of(whole) / "00001.safetensors").unlink()
     damages = verify(catalog).damages
     assert any("bytes" in damage.what and damage.tensors for damage in damages)
     assert any("00001" in damage.file and len(damage.tensors) == 3 for damage in damages)
@@ -110,8 +110,9 @@ def test_a_changed_or_missing_companion_is_found(tmp_path: Path) -> None:
         (tmp_path / "hf" / name).write_text("{}")
     convert(str(tmp_path / "hf"), str(tmp_path / "ck"), "native")
     assert verify(opened(tmp_path / "ck")).ok
-    flip(tmp_path / "ck/companions/config.json", 0)
-    (tmp_path / "ck/companions/README.md").unlink()
+    (companions,) = (tmp_path / "ck").glob("companions.*")
+    flip(companions / "config.json", 0)
+    (companions / "README.md").unlink()
     assert sorted(Path(damage.file).name for damage in verify(opened(tmp_path / "ck")).damages) == ["README.md", "config.json"]
 
 

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ucformat
-from tests.checkpoints import bits, flip
+from tests.checkpoints import bits, flip, shards_of
 from tests.s3.bucket import serving
 from ucformat.errors import ChecksumError, ExistsError, MissingFileError, NotACheckpointError, StorageError
 from ucformat.formats import native
@@ -56,7 +56,7 @@ def test_a_committed_checkpoint_on_s3_is_replaced_in_one_step(bucket: str) -> No
         ucformat.save(path, _state(2))
     ucformat.save(path, _state(2), overwrite=True)
     assert ucformat.load(path)["step"] == 2
-    assert sorted(open_store(path).list()) == ["index.1.safetensors", "shards.1/", "ucf.json"]
+    assert [name.partition(".")[0] for name in open_store(path).list()] == ["shards", "ucf"]
 
 
 def test_conversions_run_from_s3_to_s3(bucket: str) -> None:
@@ -73,7 +73,7 @@ def test_a_failed_conversion_leaves_the_checkpoint_on_s3_that_it_was_to_replace(
     ucformat.save(str(tmp_path / "old"), _state(1))
     ucformat.save(str(tmp_path / "new"), _state(2))
     ucformat.convert(str(tmp_path / "old"), dst, to, select=["model/*"])
-    shard = next((tmp_path / "new/shards").iterdir())
+    shard = next(shards_of(tmp_path / "new").glob("0*"))
     flip(shard, shard.stat().st_size // 2)
     with pytest.raises(ChecksumError):
         ucformat.convert(str(tmp_path / "new"), dst, to, select=["model/*"], overwrite=True)

@@ -402,4 +402,4 @@ def test_a_name_that_cant_be_made_durable_is_there_all_the_same(
 
     monkeypatch.setattr(atomic, "sync_directory", fail)
     assert open_store(str(tmp_path)).put_if_absent("ucf.json", b"1")
-    assert "written, but its directory could not be synced" in caplog.text
+    assert "this directory could not be synced" in caplog.text

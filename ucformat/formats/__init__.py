@@ -33,6 +33,9 @@ def detect(source: Source) -> ModuleType:
         module = _module(name)
         if module.detect(source):
             return module
+    native = _module("native")
+    if source.file is None and native.is_unfinished(source.store):
+        raise NotACheckpointError(source.url, native.NOTHING)
     known = strangers.describe(source)
     if known is not None:
         raise NotACheckpointError(source.url, known)

@@ -1,20 +1,19 @@
 """Which files of a directory belong to the checkpoint in it: those go when it is replaced, all others stay.
 
-A format that may be replaced has `OWNS`, a pattern of paths in the directory, and where names are free
-`weight_files(source)`, the files that its reader takes. Files that travel along with the model belong to the checkpoint, too.
+A format that may be replaced has `owned_files(source)`, which names them all, or `OWNS`, a pattern of paths in the directory,
+and where names are free `weight_files(source)`, the files that its reader takes. Files that travel along with the model belong
+to the checkpoint, too.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 from ucformat import formats
 from ucformat.errors import NotACheckpointError, UcformatError, UnsupportedError
 from ucformat.formats import sidecar_files
 from ucformat.formats.source import Source
-from ucformat.storage.local import LocalStore
 from ucformat.storage.store import Store
 
 Owns = Callable[[str], bool]
@@ -31,6 +30,9 @@ def owner(store: Store) -> Owns:
         module = formats.detect(source)
     except NotACheckpointError:
         return lambda path: False
+    if hasattr(module, "owned_files"):
+        files = frozenset(module.owned_files(source))
+        return lambda path: path in files
     pattern = getattr(module, "OWNS", None)
     if pattern is None:
         why = f"holds a checkpoint of the format {module.NAME}, which is never replaced: remove it yourself"
@@ -45,12 +47,12 @@ def held(store: Store) -> list[str]:
     return [path for path in walk(store) if owns(path)]
 
 
-def remove(store: Store, paths: Sequence[str]) -> None:
-    """Remove files, and the folders that they leave empty."""
+def check_kept(store: Store, paths: Iterable[str]) -> None:
+    """Refuse to write over `paths`, which are not the old checkpoint's, unless as one model's configuration over another's."""
     for path in paths:
-        store.remove(path)
-        while (path := path.rpartition("/")[0]) and not store.list(path):
-            store.remove(path)
+        if not sidecar_files.is_companion(path.rpartition("/")[2]):
+            why = "is no part of the checkpoint that is to be replaced, and the new one has a file of that name: move it away"
+            raise UnsupportedError(f"{store.url}/{path}", why)
 
 
 def _chosen(module: ModuleType, source: Source) -> frozenset[str]:
@@ -73,18 +75,6 @@ def _folders(module: ModuleType, source: Source) -> tuple[str, ...]:
     return folders
 
 
-def walk(store: Store, skip: str = "", folder: str = "") -> Iterator[str]:
+def walk(store: Store, skip: str = "") -> Iterator[str]:
     """Paths of all files below `store`, but for the top folder `skip`. A symbolic link is a file, wherever it leads."""
-    for name in _entries(store, folder):
-        if not name.endswith("/"):
-            yield folder + name
-        elif folder + name != skip:
-            yield from walk(store, skip, folder + name)
-
-
-def _entries(store: Store, folder: str) -> list[str]:
-    """As `store.list`, following no links."""
-    if not isinstance(store, LocalStore):
-        return list(store.list(folder.rstrip("/")))
-    with os.scandir(os.path.join(store.url, folder)) as entries:
-        return sorted(entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in entries)
+    return (path for path in store.files() if not (skip and path.startswith(skip)))

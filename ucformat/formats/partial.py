@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ucformat.errors import ExistsError, StorageError, UnsupportedError
-from ucformat.formats import sidecar_files
-from ucformat.formats.owned import owner, walk
+from ucformat.errors import ExistsError, StorageError
+from ucformat.formats import owned
 from ucformat.storage.store import Store
 
 PARTIAL = ".partial"
@@ -86,7 +85,7 @@ def begin(store: Store, overwrite: bool) -> Attempt:
     if in_use and not again and not overwrite:
         raise ExistsError(store.url)
     if in_use and overwrite:
-        owner(store)
+        owned.owner(store)
     attempt = Attempt(store, overwrite, _read(staging) if again else Marker(), again)
     if again:
         _clear(staging)
@@ -106,7 +105,7 @@ def forget(store: Store) -> None:
 def _add(attempt: Attempt, last: str) -> list[str]:
     """Copy beside nothing but what is the same."""
     store, new = attempt.store, _staged(attempt)
-    there = list(walk(store, PARTIAL + "/"))
+    there = list(owned.walk(store, PARTIAL + "/"))
     if not set(there).issubset(new) or not all(_begins(attempt, path) for path in there):
         raise ExistsError(store.url)
     whole = {path for path in there if store.size(path) == attempt.staging.size(path)}
@@ -116,11 +115,11 @@ def _add(attempt: Attempt, last: str) -> list[str]:
 
 def _exchange(attempt: Attempt, last: str) -> list[str]:
     """Remove the checkpoint that is there, then copy."""
-    store, new, owns = attempt.store, set(_staged(attempt)), owner(attempt.store)
-    there = list(walk(store, PARTIAL + "/"))
+    store, new, owns = attempt.store, set(_staged(attempt)), owned.owner(attempt.store)
+    there = list(owned.walk(store, PARTIAL + "/"))
     known = set(attempt.marker.replaces)
     stay = [path for path in there if path not in known and not owns(path)]
-    check_kept(store, [path for path in stay if path in new])
+    owned.check_kept(store, [path for path in stay if path in new])
     going = [path for path in there if path in known or owns(path) or path in new]
     attempt.staging.put(MARKER, msgspec.json.encode(Marker(tuple(sorted(known.union(going, new))))))
     try:
@@ -130,14 +129,6 @@ def _exchange(attempt: Attempt, last: str) -> list[str]:
         raise _unplaced(attempt, error) from error
     _copy(attempt, new, last)
     return [path for path in stay if path not in new]
-
-
-def check_kept(store: Store, paths: Iterable[str]) -> None:
-    """Refuse to write over `paths`, which are not the old checkpoint's, unless as one model's configuration over another's."""
-    for path in paths:
-        if not sidecar_files.is_companion(path.rpartition("/")[2]):
-            why = "is no part of the checkpoint that is to be replaced, and the new one has a file of that name: move it away"
-            raise UnsupportedError(f"{store.url}/{path}", why)
 
 
 def _copy(attempt: Attempt, paths: Iterable[str], last: str) -> None:
@@ -160,7 +151,7 @@ def _unplaced(attempt: Attempt, error: StorageError) -> StorageError:
 
 
 def _staged(attempt: Attempt) -> list[str]:
-    return [path for path in walk(attempt.staging) if path != MARKER]
+    return [path for path in owned.walk(attempt.staging) if path != MARKER]
 
 
 def _begins(attempt: Attempt, path: str) -> bool:

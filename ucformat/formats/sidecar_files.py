@@ -55,7 +55,7 @@ _NAMES = (
 )
 """Names that libraries look for: these belong to the checkpoint beside them, and are taken beside one of any format."""
 _DOCUMENTS = ("README*", "LICENSE*", "LICENCE*", "NOTICE*")  # people write these, too: they travel, and are not thrown away
-_PREFIX = re.compile(r"companions(\.\d+)?/")
+_PREFIX = re.compile(r"companions(\.[0-9A-Za-z_-]+)?/")
 _FOLDERS = ("[0-9]*_*/", "additional_chat_templates/")  # sentence-transformers' modules, as 1_Pooling; transformers' templates
 _WEIGHTS = (
     *("*.safetensors", "*.index.json", "*.index.*.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.hdf5", "*.keras"),

@@ -18,9 +18,10 @@ import msgspec
 
 from ucformat import values as trees
 from ucformat.catalog import Catalog, File, Notes
+from ucformat.containers.envelope import VERSION, seal, unseal
 from ucformat.errors import ChecksumError, FormatError, NotACheckpointError, UcformatError
 from ucformat.formats import native
-from ucformat.formats.native.manifest import VERSION, check_sizes, seal, unseal
+from ucformat.formats.native.manifest import check_sizes
 from ucformat.formats.native.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, UnsupportedError
-from ucformat.formats import native, owned, partial, sidecar_files
+from ucformat.formats import native, owned, ownership, partial, sidecar_files
 from ucformat.formats.hf import folders
 from ucformat.formats.hf.layout import lay_out
 from ucformat.formats.hf.writer import remarks as hf_remarks
@@ -43,7 +42,6 @@ from ucformat.storage.store import Store
 _LOG = logging.getLogger(__name__)
 _LAYOUTS = ("native", "dcp")  # formats whose files may hold pieces of tensors
 _STAGED = ("hf", "dcp")  # formats that `staging` puts into their place
-_LEFTOVER = re.compile(r"(shards|companions)(\.\d+)?/|index(\.\d+)?\.safetensors|\.partial/|.*\.part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +318,7 @@ def _check_destination(src: str, dst: str, to: str, store: Store, file: str | No
     again = file is None and to in _STAGED and partial.interrupted(store)  # the writer looks closely at what is there
     if not overwrite and not again:
         raise ExistsError(dst)
-    if file is None and native.committed_steps(store):
+    if file is None and native.newest_step(store) is not None:
         raise UnsupportedError(dst, "holds a run's checkpoints: they are not replaced, name one of them or another place")
     try:
         if not again:
@@ -348,8 +346,10 @@ def _true_url(url: str) -> str:
 
 
 def _is_leftover(store: Store) -> bool:
-    """Whether a directory holds only what an interrupted native save leaves: the next one clears it away."""
-    return all(_LEFTOVER.fullmatch(name) for name in store.list())
+    """Whether a directory holds only what markers vouch for, which interrupted attempts leave."""
+    names = store.list()
+    unknown = ownership.unknown(store, names)
+    return not unknown or (unknown == [f"{partial.PARTIAL}/"] and partial.interrupted(store))
 
 
 def _shares(read_plan: ReadPlan) -> tuple[FileShare, ...]:

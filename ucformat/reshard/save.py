@@ -118,15 +118,32 @@ def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, 
     any rank has the error; RankFailedError when a rank died.
     """
     division = divide(collect(state, group), group, check_replicas=options.check_replicas)
-    generation = _prepare(store, options, group)
-    tables: list[native.ShardTable] = []
-    with group.together(f"writing {store.url}"):
-        pieces = division.pieces
-        targets = [OutputBox(piece.spec, piece.box) for piece in pieces]
-        targets += [OutputBox(spec, Box.whole(spec.shape)) for spec in division.empty]
-        fill = TensorFill([piece.view for piece in pieces], [piece.spec.kind for piece in pieces])
-        tables = native.put_shards(store, partial(generation.shard, group.rank), targets, fill, options.on_bytes)
-    _commit(store, generation, tables, division, options, group)
+    attempt: native.Attempt | None = None
+    try:
+        with group.together(f"preparing {store.url}"):
+            if group.rank == 0:
+                attempt = native.prepare(store, options.overwrite)
+        generation = group.broadcast(None if attempt is None else attempt.generation)
+        assert generation is not None
+        tables: list[native.ShardTable] = []
+        with group.together(f"writing {store.url}"), native.joined(store, generation):
+            tables = _write(store, generation, division, options, group)
+        _commit(store, attempt, tables, division, options, group)
+    except BaseException as error:
+        if attempt is not None:
+            attempt.give_up(error, alone=group.size == 1)
+        raise
+
+
+def _write(
+    store: Store, generation: native.Generation, division: Division, options: SaveOptions, group: Group
+) -> list[native.ShardTable]:
+    """Write what this rank has to write."""
+    pieces = division.pieces
+    targets = [OutputBox(piece.spec, piece.box) for piece in pieces]
+    targets += [OutputBox(spec, Box.whole(spec.shape)) for spec in division.empty]
+    fill = TensorFill([piece.view for piece in pieces], [piece.spec.kind for piece in pieces])
+    return native.put_shards(store, partial(generation.shard, group.rank), targets, fill, options.on_bytes)
 
 
 def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
@@ -155,17 +172,9 @@ def _nbytes(piece: Piece) -> int:
     return piece.box.volume * piece.spec.kind.itemsize
 
 
-def _prepare(store: Store, options: SaveOptions, group: Group) -> native.Generation:
-    generation = native.Generation(0)
-    with group.together(f"preparing {store.url}"):
-        if group.rank == 0:
-            generation = native.prepare(store, options.overwrite)
-    return group.broadcast(generation)
-
-
 def _commit(
     store: Store,
-    generation: native.Generation,
+    attempt: native.Attempt | None,
     tables: Sequence[native.ShardTable],
     division: Division,
     options: SaveOptions,
@@ -177,10 +186,9 @@ def _commit(
     ranks = group.gather(tables)
     trees = group.gather(division.tree if first else None)
     with group.together(f"committing {store.url}"):
-        if group.rank == 0:
+        if attempt is not None:
             known = {key: tree for key, tree in zip(digests, trees, strict=True) if tree is not None}
             merged = values.merge([values.decode(known[key], store.url) for key in digests])
             notes = Notes(native.NAME, options.step, division.mesh)
-            native.commit(
-                store, generation, [table for held in ranks for table in held], native.Contents(merged, division.aliases, notes)
-            )
+            contents = native.Contents(merged, division.aliases, notes)
+            native.commit(attempt, [table for held in ranks for table in held], contents)

@@ -74,7 +74,8 @@ def _steps_in_memory(directory: str) -> list[int]:
 
 
 def _steps_in_storage(url: str | None) -> list[int]:
-    return [] if url is None else native.committed_steps(open_store(url))
+    step = None if url is None else native.newest_step(open_store(url))
+    return [] if step is None else [step]
 
 
 def _told(steps: set[int] | list[int]) -> str:

@@ -41,7 +41,7 @@ def put_if_absent(path: str, data: bytes, part: str = "") -> bool:
     with _written(path, data, part) as new:
         if not _name(new, path):
             return False
-    _sync_committed(path)
+    sync_or_warn(os.path.dirname(path))
     return True
 
 
@@ -51,7 +51,7 @@ def put_if_unchanged(path: str, data: bytes, known: bytes, part: str = "") -> bo
         if fd is None or os.pread(fd, len(known) + 1, 0) != known:
             return False
         os.replace(new, path)
-    _sync_committed(path)
+    sync_or_warn(os.path.dirname(path))
     return True
 
 
@@ -206,9 +206,9 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def _sync_committed(path: str) -> None:
-    """Everybody sees the file by now: that its name may not outlive a power cut is no failure."""
+def sync_or_warn(path: str) -> None:
+    """After a change that everybody sees by now: that it may not outlive a power cut is no failure."""
     try:
-        sync_directory(os.path.dirname(path))
+        sync_directory(path)
     except OSError as error:
-        _LOG.warning("%s: written, but its directory could not be synced: %s", path, error)
+        _LOG.warning("%s: what was written is there, but this directory could not be synced: %s", path, error)

@@ -52,29 +52,39 @@ class LocalHold(Hold):
 
 def hold(path: str) -> Hold:
     """Hold a file together with others. Raises MissingFileError, StorageError."""
-    found = _take(path, fcntl.LOCK_SH)
-    return Hold() if found is None else found
+    fd = _open(path)
+    _lock(path, fd, fcntl.LOCK_SH)  # without a lock, others wait until the file is old enough
+    return LocalHold(path, fd)
 
 
 def claim(path: str) -> Hold | None:
     """Hold a file alone; None where a living process holds it, or where that can't be known. Raises as `hold`."""
-    return _take(path, fcntl.LOCK_EX)
-
-
-def _take(path: str, kind: int) -> LocalHold | None:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = _open(path)
+    except StorageError:
+        return None  # somebody else's: not ours to remove either
+    if not _lock(path, fd, fcntl.LOCK_EX):
+        os.close(fd)
+        return None
+    return LocalHold(path, fd)
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         raise MissingFileError(path) from None
-    except PermissionError:
-        return None  # somebody else's: not ours to remove either
     except OSError as error:
         raise StorageError(path, error) from error
+
+
+def _lock(path: str, fd: int, kind: int) -> bool:
+    """Whether the lock was to be had. Raises StorageError; then the file is closed."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(fd)
         if error.errno in (errno.EWOULDBLOCK, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            return None
+            return False
+        os.close(fd)
         raise StorageError(path, error) from error
-    return LocalHold(path, fd)
+    return True

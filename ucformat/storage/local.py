@@ -271,6 +271,14 @@ def _failing_as_storage(path: str) -> Iterator[None]:
         raise StorageError(path, error) from error
 
 
+def _make_folder_like(old: str, new: str) -> None:
+    """Make a directory with the permissions and times of another one, and those above it. Raises OSError."""
+    if not os.path.isdir(new):
+        _make_folder_like(os.path.dirname(old), os.path.dirname(new))
+        os.mkdir(new)
+        shutil.copystat(old, new)
+
+
 class LocalStore(Store):
     """A directory of the local file system."""
 
@@ -358,22 +366,40 @@ class LocalStore(Store):
 
     def rename(self, path: str, to: str) -> None:
         with _failing_as_storage(full := self._full(to)):
+            os.makedirs(os.path.dirname(full), exist_ok=True)
             atomic.rename(self._full(path), full)
-            sync_directory(os.path.dirname(full))
+        atomic.sync_or_warn(os.path.dirname(full))
+
+    def replace(self, path: str, to: str) -> None:
+        with _failing_as_storage(full := self._full(to)):
+            os.replace(self._full(path), full)
+        atomic.sync_or_warn(os.path.dirname(full))
 
     def exchange(self, path: str, other: str) -> None:
         with _failing_as_storage(full := self._full(other)):
             if not atomic.exchange(self._full(path), full):
                 raise UnsupportedError(full, "can't be exchanged in one step on this system")
-            sync_directory(os.path.dirname(full))
+        atomic.sync_or_warn(os.path.dirname(full))
+
+    def identity(self, path: str) -> str | None:
+        try:
+            status = os.lstat(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StorageError(self._full(path), error) from error
+        changed = "" if stat.S_ISDIR(status.st_mode) else f".{status.st_size}.{status.st_mtime_ns}"
+        return f"{status.st_dev}.{status.st_ino}{changed}"
 
     def link(self, path: str, to: str) -> None:
         one, other = self._full(path), self._full(to)
         with _failing_as_storage(other):
+            _make_folder_like(os.path.dirname(one), os.path.dirname(other))
             try:
                 os.link(one, other, follow_symlinks=False)
             except (OSError, NotImplementedError):
                 shutil.copy2(one, other, follow_symlinks=False)
+            sync_directory(os.path.dirname(other))
 
     def hold(self, path: str) -> Hold:
         return hold.hold(self._full(path))
@@ -394,6 +420,13 @@ class LocalStore(Store):
                     os.unlink(full)
             except (FileNotFoundError, NotADirectoryError):
                 pass
+
+    def remove_folder(self, path: str = "") -> None:
+        try:
+            os.rmdir(self._full(path))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
+                raise StorageError(self._full(path), error) from error
 
     def _link_on_the_way(self, path: str) -> str | None:
         """The first symbolic link that `path` leads through, below this directory."""

@@ -138,7 +138,7 @@ class Store(ABC):
     appears_whole: bool = False
     """Whether a file is visible under its name only once its writer was closed, even if the process is killed before."""
     renames: bool = False
-    """Whether `rename`, `exchange` and `link` work. Without them, directories can't be put into place in one step."""
+    """Whether `rename`, `replace`, `exchange` and `link` work. Without them, directories can't be put into place in one step."""
     holds: bool = False
     """Whether `hold` and `claim` tell files of living processes from those that nobody uses any more."""
 
@@ -173,6 +173,11 @@ class Store(ABC):
         Symbolic links are never followed: where `path` is one, or leads through one, the link goes and what it leads to stays.
         """
 
+    def remove_folder(self, path: str = "") -> None:
+        """Remove a directory if it is empty. Raises StorageError."""
+        if not self.list(path):
+            self.remove(path)
+
     @abstractmethod
     def sub(self, path: str) -> Store:
         """The store of a directory inside this one."""
@@ -185,6 +190,11 @@ class Store(ABC):
                 yield from self.files(folder + name.rstrip("/"))
             else:
                 yield folder + name
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a path is a directory, or a link to one. Raises StorageError."""
+        parent, _, name = path.rpartition("/")
+        return f"{name}/" in self.list(parent)
 
     def is_link(self, path: str = "") -> bool:
         """Whether a path is a symbolic link, where the store has any."""
@@ -235,8 +245,22 @@ class Store(ABC):
         raise UnsupportedError(f"{self.url}/{path}", "can't be renamed: this storage has no such operation")
 
     def exchange(self, path: str, other: str) -> None:
-        """Swap the names of two directories in one step. Raises UnsupportedError where the system can't, StorageError."""
+        """Swap the names of two files or directories in one step.
+
+        Raises UnsupportedError where the system can't, StorageError.
+        """
         raise UnsupportedError(f"{self.url}/{path}", "can't be exchanged: this storage has no such operation")
+
+    def replace(self, path: str, to: str) -> None:
+        """Give a file the name of another one, which goes, in one step. Raises StorageError. Only where `renames`."""
+        raise UnsupportedError(f"{self.url}/{path}", "can't be renamed: this storage has no such operation")
+
+    def identity(self, path: str) -> str | None:
+        """What tells a file or directory from another that has its name later; None where nothing is, or nothing tells.
+
+        A symbolic link is not followed. Raises StorageError.
+        """
+        return None
 
     def link(self, path: str, to: str) -> None:
         """Let a file have another name, too; a copy where there are no such links. A symbolic link is made again.

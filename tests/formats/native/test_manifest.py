@@ -16,9 +16,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.checkpoints import shards_of
 from tests.spec_reader import safetensors as read_header
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
+from ucformat.containers.envelope import Envelope
 from ucformat.containers.safetensors_header import build_header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import (
@@ -31,7 +33,7 @@ from ucformat.errors import (
     VersionError,
 )
 from ucformat.formats import native, open_catalog
-from ucformat.formats.native.manifest import MANIFEST, Envelope, Record, decode_record, encode_record
+from ucformat.formats.native.manifest import MANIFEST, Record, decode_record, encode_record
 from ucformat.formats.native.shard import hex_digest
 from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.reshard.reading.fill import TensorFill
@@ -69,7 +71,7 @@ def edit_record(root: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 def edit_index(root: Path, edit: Callable[[Columns], object], dtypes: list[str] | None = None) -> None:
     """Change columns of the index, and sign it again."""
-    data = (root / "index.safetensors").read_bytes()
+    data = (shards_of(root) / "index.safetensors").read_bytes()
     note, entries = read_header(data)
     columns: Columns = {
         name: np.frombuffer(data[start:stop], f"<u{int(dtype[1:]) // 8}").reshape(shape).astype(np.uint64)
@@ -84,7 +86,7 @@ def edit_index(root: Path, edit: Callable[[Columns], object], dtypes: list[str] 
     names = sorted(columns, key=lambda name: (kinds[name] == "U8", name))
     header = build_header([(n, kinds[n], columns[n].shape) for n in names], {"format": "pt", "ucf": json.dumps(note)}, 4096)
     changed = header + b"".join(columns[name].tobytes() for name in names)
-    (root / "index.safetensors").write_bytes(changed)
+    (shards_of(root) / "index.safetensors").write_bytes(changed)
     edit_record(root, lambda r: r["index"].update(size=len(changed), digest=hex_digest(changed)))
 
 
@@ -206,7 +208,7 @@ def test_every_flipped_bit_and_every_truncation_of_the_record_is_noticed(root: P
 
 @pytest.mark.parametrize("size", [0, 7, 8, 100, 4096, 4100, -1])
 def test_a_damaged_index_is_noticed(root: Path, size: int) -> None:
-    path = root / "index.safetensors"
+    path = shards_of(root) / "index.safetensors"
     good = path.read_bytes()
     path.write_bytes(good[:size] if size >= 0 else good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises((FormatError, ChecksumError), match=r"index\.safetensors"):
@@ -214,7 +216,7 @@ def test_a_damaged_index_is_noticed(root: Path, size: int) -> None:
 
 
 def test_a_missing_index_is_named(root: Path) -> None:
-    (root / "index.safetensors").unlink()
+    (shards_of(root) / "index.safetensors").unlink()
     with pytest.raises(MissingFileError, match=r"index\.safetensors"):
         open_catalog(str(root))
 

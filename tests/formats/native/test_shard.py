@@ -9,13 +9,13 @@ import torch
 from safetensors import safe_open
 
 import ucformat
-from tests.checkpoints import open_native, split_evenly
+from tests.checkpoints import open_native, shards_of, split_evenly
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
+from ucformat.containers.envelope import VERSION
 from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
 from ucformat.errors import UnrepresentableError
 from ucformat.formats import native
-from ucformat.formats.native.manifest import VERSION
 from ucformat.formats.native.shard import lay_out, lay_out_all
 from ucformat.storage.open import open_store
 
@@ -27,20 +27,20 @@ def test_a_save_with_more_names_than_one_header_holds_is_several_shards_that_any
     ucformat.save(str(tmp_path / "a"), state)
     store = open_store(str(tmp_path / "a"))
     catalog = open_native(store)
-    assert [file.path for file in catalog.files] == ["shards/00000.safetensors", "shards/00000-1.safetensors"]
+    assert [Path(file.path).name for file in catalog.files] == ["00000.safetensors", "00000-1.safetensors"]
     for file in catalog.files:
         with safe_open(tmp_path / "a" / file.path, "pt") as shard:
             assert len(shard.keys()) in (137, 138)
     loaded = ucformat.load(str(tmp_path / "a"))
     assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in state["model"].items())  # type: ignore[index, attr-defined]
-    index = (tmp_path / "a/index.safetensors").read_bytes()
-    (tmp_path / "a/index.safetensors").unlink()
+    index = (shards_of(tmp_path / "a") / "index.safetensors").read_bytes()
+    (shards_of(tmp_path / "a") / "index.safetensors").unlink()
     assert native.reindex(store) == 270
-    assert (tmp_path / "a/index.safetensors").read_bytes() == index
+    assert (shards_of(tmp_path / "a") / "index.safetensors").read_bytes() == index
     ucformat.convert(str(tmp_path / "a"), str(tmp_path / "b"), "native")
-    assert sorted(path.name for path in (tmp_path / "b/shards").iterdir()) == ["00000-1.safetensors", "00000.safetensors"]
+    assert sorted(path.name for path in shards_of(tmp_path / "b").glob("0*")) == ["00000-1.safetensors", "00000.safetensors"]
     ucformat.save(str(tmp_path / "a"), {"x": 1}, overwrite=True)
-    assert not (tmp_path / "a/shards").exists(), "all parts are swept away"
+    assert [path.name for path in shards_of(tmp_path / "a").glob("0*")] == ["00000.safetensors"], "all parts are swept away"
 
 
 def test_pieces_are_spread_in_order_over_as_many_shards_as_their_headers_need() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import bits, flip, open_native, split_evenly, write_native
+from tests.checkpoints import bits, flip, open_native, shards_of, split_evenly, write_native
 from ucformat.box import Box
 from ucformat.catalog import CatalogBuilder, Checks, File, StaticChecks
 from ucformat.containers.checksums import digest
@@ -91,7 +91,7 @@ def test_a_flipped_bit_anywhere_in_the_data_is_found_and_named(tmp_path: Path) -
     tensors = {f"w{i}": torch.randn(300, 300) for i in range(4)}
     store = write_native(tmp_path / "ck", tensors)
     catalog = open_native(store)
-    path = tmp_path / "ck" / "shards" / "00000.safetensors"
+    path = shards_of(tmp_path / "ck") / "00000.safetensors"
     row = int(catalog.fragments.start[2])
     for at in (row, row + 1000, row + 300 * 300 * 4 - 1):
         flip(path, at)
@@ -124,7 +124,7 @@ def test_small_and_large_tensors_of_one_read_go_where_they_belong(tmp_path: Path
         plan(catalog, wants(catalog, [("w06", part), ("w04", None)])), cut := [torch.empty(200_000, dtype=torch.uint8), dest[4]]
     )
     assert torch.equal(cut[0], tensors["w06"][1000:201_000])
-    path = tmp_path / "ck" / "shards" / "00000.safetensors"
+    path = shards_of(tmp_path / "ck") / "00000.safetensors"
     for row in catalog.fragments.start.tolist():
         flip(path, row)
         with pytest.raises(ChecksumError) as caught:
@@ -136,7 +136,7 @@ def test_small_and_large_tensors_of_one_read_go_where_they_belong(tmp_path: Path
 def test_a_damaged_checksum_table_is_not_trusted(tmp_path: Path) -> None:
     store = write_native(tmp_path / "ck", {"w": torch.randn(100)})
     catalog = open_native(store)
-    path = tmp_path / "ck" / "shards" / "00000.safetensors"
+    path = shards_of(tmp_path / "ck") / "00000.safetensors"
     flip(path, path.stat().st_size - 4000)
     with pytest.raises(ChecksumError, match="table"):
         read(catalog, "w")
@@ -145,7 +145,7 @@ def test_a_damaged_checksum_table_is_not_trusted(tmp_path: Path) -> None:
 def test_a_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     store = write_native(tmp_path / "ck", {"w": torch.randn(5000)})
     catalog = open_native(store)
-    path = tmp_path / "ck" / "shards" / "00000.safetensors"
+    path = shards_of(tmp_path / "ck") / "00000.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-4096])
     with pytest.raises(FormatError, match=r"00000\.safetensors"):

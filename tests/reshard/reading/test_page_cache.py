@@ -34,7 +34,7 @@ def _weights() -> torch.Tensor:
 
 
 def _shard(folder: Path) -> Path:
-    (found,) = folder.rglob("shards/*")
+    (found,) = folder.rglob("shards.*/0*")
     return found
 
 

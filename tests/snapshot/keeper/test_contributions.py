@@ -30,13 +30,19 @@ def hand_in(run: Store, directory: Path, rank: int, world: int, step: int = 5, t
     return part
 
 
+def commit(store: Store, parts: list[Contribution]) -> None:
+    contributions.commit_parts(contributions.begin(store, RUN), 5, parts)
+
+
 def test_parts_of_two_ranks_make_the_checkpoint_that_save_would_have_made(tmp_path: Path) -> None:
     run = open_store(str(tmp_path / "run"))
     store = run.sub(native.step_name(5))
     for rank in (1, 0):
         hand_in(run, tmp_path / "slots", rank, 2)
     assert contributions.answers(store, RUN) == Answers(frozenset({0, 1}), frozenset())
-    contributions.commit_parts(store, 5, [contributions.read_part(store, RUN, rank, 5) for rank in (0, 1)])
+    contributions.commit_parts(
+        contributions.begin(store, RUN), 5, [contributions.read_part(store, RUN, rank, 5) for rank in (0, 1)]
+    )
     assert_persisted(tmp_path / "run", 5)
     mine = ucformat.open(str(tmp_path / "run"))
     state = ucformat.load(str(tmp_path / "run"))
@@ -53,7 +59,7 @@ def test_committing_twice_gives_the_same_checkpoint(tmp_path: Path) -> None:
     run = open_store(str(tmp_path / "run"))
     part = hand_in(run, tmp_path / "slots", 0, 1)
     for _ in range(2):
-        contributions.commit_parts(run.sub(native.step_name(5)), 5, [part])
+        commit(run.sub(native.step_name(5)), [part])
         assert_persisted(tmp_path / "run", 5)
 
 
@@ -67,7 +73,7 @@ def test_versions_of_two_starts_are_never_one_checkpoint(tmp_path: Path) -> None
     run = open_store(str(tmp_path / "run"))
     both = [hand_in(run, tmp_path / "slots", 0, 2), hand_in(run, tmp_path / "slots", 1, 2, token="before")]
     with pytest.raises(RankFailedError, match="rank 1: took it in run 'before', not 'run-1'"):
-        contributions.commit_parts(run.sub(native.step_name(5)), 5, both)
+        commit(run.sub(native.step_name(5)), both)
 
 
 def test_parts_that_make_no_whole_are_not_committed(tmp_path: Path) -> None:
@@ -75,15 +81,19 @@ def test_parts_that_make_no_whole_are_not_committed(tmp_path: Path) -> None:
     store = run.sub(native.step_name(5))
     both = [hand_in(run, tmp_path / "slots", rank, 2) for rank in (0, 1)]
     with pytest.raises(RankFailedError, match="handed in a part of 2 ranks"):
-        contributions.commit_parts(store, 5, both[:1])
+        commit(store, both[:1])
     with pytest.raises(CoverageError, match="model/w"):
-        contributions.commit_parts(store, 5, [msgspec.structs.replace(both[0], world=1)])
+        commit(store, [msgspec.structs.replace(both[0], world=1)])
     with pytest.raises(ValueConflictError, match="step"):
-        contributions.commit_parts(store, 5, [both[0], msgspec.structs.replace(both[1], values=msgspec.Raw(b'{"step": 4}'))])
+        contributions.commit_parts(
+            contributions.begin(store, RUN), 5, [both[0], msgspec.structs.replace(both[1], values=msgspec.Raw(b'{"step": 4}'))]
+        )
     with pytest.raises(ValueConflictError, match="tied"):
-        contributions.commit_parts(store, 5, [both[0], msgspec.structs.replace(both[1], aliases={"model/tied": "model/b"})])
+        contributions.commit_parts(
+            contributions.begin(store, RUN), 5, [both[0], msgspec.structs.replace(both[1], aliases={"model/tied": "model/b"})]
+        )
     assert not native.is_committed(store)
-    contributions.commit_parts(store, 5, both)
+    commit(store, both)
     assert open_native(store).notes.step == 5
 
 
@@ -98,7 +108,7 @@ def test_damaged_and_foreign_parts_are_refused(tmp_path: Path) -> None:
         contributions.read_part(store, RUN, 1, 5)
     with pytest.raises(FormatError, match="does not stay inside"):
         shard = msgspec.structs.replace(part.shard, file="../a")
-        contributions.commit_parts(store, 5, [msgspec.structs.replace(part, shard=shard)])
+        commit(store, [msgspec.structs.replace(part, shard=shard)])
     path = tmp_path / "run" / native.step_name(5) / contributions.part_path(0, RUN)
     flip(path, path.stat().st_size // 2)
     with pytest.raises((ChecksumError, FormatError)):

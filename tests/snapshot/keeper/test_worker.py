@@ -58,7 +58,7 @@ def test_a_version_is_stored_then_committed_and_nothing_else_is_left(tmp_path: P
     assert only(Persisted, events).nbytes == held.record.size
     assert_persisted(tmp_path / "run", 7)
     files = sorted(str(path.relative_to(tmp_path / "run" / "step-00000007")) for path in tmp_path.glob("run/*/**/*"))
-    assert files == ["index.safetensors", "shards", f"shards/00000-{RUN}.safetensors", "ucf.json"]
+    assert files == [f"shards.{RUN}", *(f"shards.{RUN}/{name}.safetensors" for name in ("00000", "index")), "ucf.json"]
 
 
 @pytest.mark.parametrize("scheme", ["", "memory://", "gated://"])
@@ -77,7 +77,7 @@ def test_a_storage_that_fails_now_and_then_costs_nothing_but_time(tmp_path: Path
     assert ends(events) == [(Persisted, 7)]
     troubles = [event.message for event in events if isinstance(event, Trouble)]
     assert len(troubles) == 3
-    assert all("the disk is on fire" in message and f"00000-{RUN}.safetensors" in message for message in troubles)
+    assert all("the disk is on fire" in message and "step-00000007" in message for message in troubles)
     assert "attempt 1 of 6" in troubles[0]
     assert_persisted(f"gated://{tmp_path}/run", 7)
 
@@ -138,14 +138,13 @@ def test_a_version_that_is_committed_already_is_skipped(tmp_path: Path, slots: S
 
 def test_what_a_former_start_left_in_the_directory_is_not_mixed_in(tmp_path: Path, slots: SlotSet) -> None:
     store = open_store(str(tmp_path / "run" / "step-00000007"))
+    contributions.begin(store, "before").hold.release()
     store.put(contributions.shard_path(0, "before"), b"half a shard")
-    store.put("shards/00004.safetensors", b"half a shard")
     store.put(contributions.part_path(0, "before"), b"half a part")
     events = persist_all(options(tmp_path / "slots", tmp_path / "run"), hashed(slots, 7))
     assert ends(events) == [(Persisted, 7)]
     assert_persisted(tmp_path / "run", 7)
-    assert list(store.list("shards")) == [f"00000-{RUN}.safetensors"]
-    assert not store.exists("parts")
+    assert list(store.list()) == [f"shards.{RUN}/", "ucf.json"]
 
 
 def test_keep_and_keep_every(tmp_path: Path, slots: SlotSet) -> None:
@@ -163,8 +162,8 @@ def test_a_rank_that_hands_in_nothing_is_named_when_the_time_is_over(tmp_path: P
     message = only(Failed, events).message
     assert "rank 1: handed in nothing within 0.5 s" in message
     assert "rank 2: handed in nothing within 0.5 s" in message
-    assert list(store.list()) == ["parts/"]
-    assert list(store.list(f"parts/{RUN}")) == ["00000.refused.json"]
+    assert list(store.list()) == [f".ucf.{RUN}.json", f"parts.{RUN}/"]
+    assert list(store.list(f"parts.{RUN}")) == ["00000.refused.json"]
     with pytest.raises(NotACheckpointError):
         ucformat.open(str(tmp_path / "run"))
 
@@ -174,7 +173,8 @@ def test_a_rank_that_gives_up_ends_the_waiting_for_it(tmp_path: Path) -> None:
         contributions.put_part(open_store(str(tmp_path / "run/step-00000007")), RUN, Refusal(7, 1, "no space left"))
         events = persist_all(options(tmp_path / "slots", tmp_path / "run", world=2), hashed(slots, 7))
     assert "rank 1: no space left" in only(Failed, events).message
-    assert [path.name for path in (tmp_path / "run/step-00000007").iterdir()] == ["parts"]
+    names = sorted(path.name for path in (tmp_path / "run/step-00000007").iterdir())
+    assert names == [f".ucf.{RUN}.json", f"parts.{RUN}"]
 
 
 def test_another_rank_tells_rank_0_why_it_gives_up(tmp_path: Path, gate: Path) -> None:
@@ -251,6 +251,7 @@ def test_a_commit_whose_keeper_died_before_it_could_tell_is_told_and_tidied(tmp_
     held = hashed(slots, 7)
     persist_all(options(tmp_path / "slots", tmp_path / "run"), held)
     store = open_store(str(tmp_path / "run/step-00000007"))
+    contributions.begin(store, RUN).hold.release()
     store.put(contributions.part_path(0, RUN), b"")
     said: list[Event] = []
     work = Persister(chosen, said.append)
@@ -258,7 +259,7 @@ def test_a_commit_whose_keeper_died_before_it_could_tell_is_told_and_tidied(tmp_
     work.finish(drop=False)
     work.run()
     assert [type(event) for event in said] == [Persisted, Pruned]
-    assert not store.exists("parts")
+    assert list(store.list()) == [f"shards.{RUN}/", "ucf.json"]
     assert ucformat.steps(str(tmp_path / "run")) == [7]
     assert_persisted(tmp_path / "run", 7)
 
@@ -333,8 +334,11 @@ def test_a_rank_that_abandons_a_version_takes_back_its_own_part_alone(tmp_path: 
         work.finish(drop=False)
         work.run()
     assert ends(said) == [(Skipped, 10)]
-    names = sorted(path.name for path in (tmp_path / "run/step-00000010").rglob("*") if path.is_file())
-    assert names == ["00000-run-2.safetensors", "00000.json", "00001-run-2.safetensors", "00001.json"]
+    folder = tmp_path / "run/step-00000010"
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
+    assert names == [
+        f"{kind}.run-2/0000{rank}.{end}" for kind, end in (("parts", "json"), ("shards", "safetensors")) for rank in (0, 1)
+    ]
 
 
 def test_what_is_not_newer_than_the_step_gone_on_from_is_not_abandoned(tmp_path: Path, slots: SlotSet) -> None:
@@ -357,7 +361,8 @@ def test_a_committed_version_of_another_start_is_never_replaced(tmp_path: Path) 
         work = waiting(tmp_path, slots, said, 10)
         of_another_start(tmp_path, 10, 0, 1)
         store = open_store(str(tmp_path / "run/step-00000010"))
-        contributions.commit_parts(store, 10, [contributions.read_part(store, "run-2", rank, 10) for rank in (0, 1)])
+        claim = contributions.begin(store, "run-2")
+        contributions.commit_parts(claim, 10, [contributions.read_part(store, "run-2", rank, 10) for rank in (0, 1)])
         record = (tmp_path / "run/step-00000010/ucf.json").read_bytes()
         events = persist_all(options(tmp_path / "slots", tmp_path / "run", 1, 2), hashed(others, 10))
         path = contributions.shard_path(1, RUN)

@@ -19,9 +19,9 @@ from tests.checkpoints import flip, split_evenly
 from tests.snapshot.rigs.slotfill import W, assert_is_step, fill, hold_lock, opened, overwrite_for_ever, pieces, take, workers
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
+from ucformat.containers.envelope import VERSION
 from ucformat.dtypes import DTYPES
 from ucformat.errors import NotACheckpointError, SnapshotInUseError, SnapshotMemoryError, UcformatError
-from ucformat.formats.native.manifest import VERSION
 from ucformat.formats.native.shard import lay_out
 from ucformat.formats.snapshot import complete_steps
 from ucformat.snapshot.slots.free_memory import filesystem, room

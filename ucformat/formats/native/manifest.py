@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from ucformat import box as boxes
 from ucformat.box import Ints
 from ucformat.catalog import MAX_BYTES, FragmentTable, TensorSpec
+from ucformat.containers.envelope import VERSION, seal, unseal
 from ucformat.containers.safetensors_header import LENGTH_BYTES, build_header, parse_header
 from ucformat.dtypes import DTYPES
-from ucformat.errors import ChecksumError, FormatError, VersionError
+from ucformat.errors import ChecksumError, FormatError
 from ucformat.formats.native.shard import Count, Digest, ShardRecord, hex_digest
 from ucformat.storage.store import Store, safe_path
 
-VERSION = "1.0"
 MANIFEST = "ucf.json"
 _DTYPE_CODES = sorted(DTYPES)
 _UNSIGNED: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
@@ -78,42 +78,6 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Program and version."""
 
 
-class Envelope(msgspec.Struct, frozen=True):
-    """The file `ucf.json`: version first, so that any later reader can refuse politely."""
-
-    ucf: str
-    """Format version, `major.minor`."""
-    digest: Digest
-    """xxh3-64 of the bytes of `record` as they stand in the file, 16 hexadecimal digits."""
-    record: msgspec.Raw
-
-
-def seal(raw: bytes) -> bytes:
-    """The bytes of a file that holds the record `raw` (JSON) in its envelope."""
-    return msgspec.json.encode(Envelope(VERSION, hex_digest(raw), msgspec.Raw(raw))) + b"\n"
-
-
-def unseal(data: bytes, file: str) -> bytes:
-    """The record, still JSON, in the bytes of a sealed file.
-
-    Raises VersionError for an unknown major version, ChecksumError when it is damaged, FormatError when it breaks the format.
-    """
-    try:
-        envelope = msgspec.json.decode(data, type=Envelope)
-    except msgspec.DecodeError as error:
-        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
-    if envelope.ucf.split(".", 1)[0] != VERSION.split(".", 1)[0]:
-        raise VersionError(file, envelope.ucf, VERSION)
-    raw = bytes(envelope.record)
-    if hex_digest(raw) != envelope.digest:
-        raise ChecksumError(file, 0, len(data), what="digest of the commit record")
-    try:
-        _refuse_duplicates(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
-    return raw
-
-
 def encode_record(record: Record) -> bytes:
     """The bytes of `ucf.json`."""
     return seal(msgspec.json.encode(record))
@@ -135,14 +99,6 @@ def decode_record(data: bytes, file: str) -> Record:
     for shard in record.shards:
         check_sizes(shard, record.block_bytes, file)
     return record
-
-
-def _refuse_duplicates(data: bytes) -> None:
-    def pairs(items: list[tuple[str, object]]) -> None:
-        if len({key for key, _ in items}) != len(items):
-            raise ValueError("an object has the same key twice")
-
-    json.loads(data, object_pairs_hook=pairs)
 
 
 def check_sizes(shard: ShardRecord, block_bytes: int, file: str) -> None:

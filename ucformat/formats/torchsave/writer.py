@@ -10,7 +10,7 @@ from ucformat import values
 from ucformat.catalog import Notes
 from ucformat.containers.file_image import stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
-from ucformat.errors import ExistsError, UnsupportedError
+from ucformat.errors import UnsupportedError
 from ucformat.formats.staging import replacing
 from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.formats.torchstate import Nest, plain, to_torch
@@ -32,15 +32,13 @@ def write(job: WriteJob) -> None:
 
 def _write(job: WriteJob) -> None:
     path = job.file or DEFAULT_FILE
-    if job.store.exists(path) and not job.overwrite:
-        raise ExistsError(f"{job.store.url.rstrip('/')}/{path}")
     pieces = in_order(job)
     leaves = {
         name: Outgoing(str(i), held[0][1].spec.dtype, held[0][1].spec.shape) for i, (name, held) in enumerate(pieces.items())
     }
     data_pkl = pickle_tree(torch_tree(job, leaves))
     size = zip_size(_TOP, data_pkl, leaves.values())
-    with replacing(job.store, path, size) as writer:
+    with replacing(job.store, path, size, overwrite=job.overwrite) as writer:
         out = RecordWriter(writer.write, _TOP)
         write_head(out, data_pkl)
         _write_tensors(job, out, pieces, leaves)

@@ -1,11 +1,12 @@
 """What ranks hand in of one version, and how rank 0 makes a checkpoint of it. Only the storage connects them.
 
-    <run directory>/step-00000100/shards/00003-<run>.safetensors   the shard of rank 3
-    <run directory>/step-00000100/parts/<run>/00003.json           handed in once that shard is durable
-    <run directory>/step-00000100/parts/<run>/00003.refused.json   instead, by a rank that gave up
+    <run directory>/step-00000100/.ucf.<run>.json                  the marker that vouches for all of these
+    <run directory>/step-00000100/shards.<run>/00003.safetensors   the shard of rank 3
+    <run directory>/step-00000100/parts.<run>/00003.json           handed in once that shard is durable
+    <run directory>/step-00000100/parts.<run>/00003.refused.json   instead, by a rank that gave up
 
-Both names carry the token of the start of the job, so what a former start left in the same directory is never mixed in.
-When all are there, rank 0 commits, and `parts/` goes.
+All names carry the token of the start of the job, so what a former start left in the same directory is never mixed in.
+When all are there, rank 0 commits, and `parts.<run>/` goes.
 """
 
 from __future__ import annotations
@@ -21,16 +22,14 @@ import numpy as np
 from ucformat import box as boxes
 from ucformat import values as trees
 from ucformat.catalog import Notes, TensorSpec
+from ucformat.containers.envelope import VERSION, seal, unseal
 from ucformat.errors import FormatError, RankFailedError
-from ucformat.formats import native
-from ucformat.formats.native.manifest import VERSION, seal, unseal
+from ucformat.formats import native, ownership
 from ucformat.formats.native.shard import ShardRecord, read_pieces
 from ucformat.formats.snapshot import SlotRecord
 from ucformat.snapshot.keeper.slot_copy import HeldSlot
 from ucformat.storage.store import Store, safe_path
 
-PARTS = "parts"
-SHARDS = "shards"
 _ANSWER = re.compile(r"(\d{5,})(\.refused)?\.json")
 
 
@@ -81,23 +80,29 @@ class Refusal(msgspec.Struct, frozen=True):
 P = TypeVar("P", Contribution, Refusal)
 
 
+def parts_folder(run: str) -> str:
+    """Where ranks hand in their parts of a version."""
+    return f"parts.{run}"
+
+
 def shard_path(rank: int, run: str) -> str:
     """Where a rank's shard lies in the directory of the version."""
-    return f"{SHARDS}/{rank:05d}{_suffix(run)}"
-
-
-def _suffix(run: str) -> str:
-    return f"-{run}.safetensors"
+    return native.Generation(run).shard(rank)
 
 
 def part_path(rank: int, run: str) -> str:
     """Where a rank hands in its part."""
-    return f"{PARTS}/{run}/{rank:05d}.json"
+    return f"{parts_folder(run)}/{rank:05d}.json"
 
 
 def refusal_path(rank: int, run: str) -> str:
     """Where a rank says that it gave up."""
-    return f"{PARTS}/{run}/{rank:05d}.refused.json"
+    return f"{parts_folder(run)}/{rank:05d}.refused.json"
+
+
+def begin(store: Store, run: str) -> ownership.Claim:
+    """Mark the place, before anything of a version is written there. Every rank calls it. Raises StorageError."""
+    return ownership.begin(store, "persist", token=run)
 
 
 def make_part(slot: HeldSlot, path: str) -> Contribution:
@@ -128,25 +133,26 @@ def put_part(store: Store, run: str, part: Contribution | Refusal) -> None:
     store.put(path, seal(msgspec.json.encode(part)))
 
 
+def refuse(store: Store, run: str, refusal: Refusal) -> None:
+    """Say that a rank gave up. Raises StorageError."""
+    begin(store, run).hold.release()
+    put_part(store, run, refusal)
+
+
 def clear(store: Store, run: str, rank: int) -> None:
-    """Remove what one start of the job has in a version's directory, and what other starts have there not: for rank 0 what
-    all ranks have, for others what they have themselves. Raises StorageError.
+    """Remove what one start of the job has in a version's directory: for rank 0 what all ranks have, for others what they have
+    themselves. Raises StorageError.
     """
     if rank:
         store.remove(shard_path(rank, run))
         store.remove(part_path(rank, run))
-        return
-    for name in store.list(SHARDS):
-        if name.endswith(_suffix(run)):
-            store.remove(f"{SHARDS}/{name}")
-    store.remove(f"{PARTS}/{run}")
-    if not store.list(SHARDS) and not store.list(PARTS):
-        store.remove()
+    else:
+        ownership.remove_all(store, run)
 
 
 def made_by(store: Store, run: str) -> bool:
     """Whether a committed version is that of this start of the job. Raises what reading the commit record raises."""
-    return any(shard.file.endswith(_suffix(run)) for shard in native.read_record(store).shards)
+    return native.committed_by(store, native.Generation(run))
 
 
 def read_part(store: Store, run: str, rank: int, step: int) -> Contribution:
@@ -181,16 +187,17 @@ class Answers:
 
 def answers(store: Store, run: str) -> Answers:
     """Raises StorageError."""
-    found = [match for name in store.list(f"{PARTS}/{run}") if (match := _ANSWER.fullmatch(name))]
+    found = [match for name in store.list(parts_folder(run)) if (match := _ANSWER.fullmatch(name))]
     return Answers(frozenset(int(m[1]) for m in found if not m[2]), frozenset(int(m[1]) for m in found if m[2]))
 
 
-def commit_parts(store: Store, step: int, parts: Sequence[Contribution]) -> None:
+def commit_parts(claim: ownership.Claim, step: int, parts: Sequence[Contribution]) -> None:
     """Make a checkpoint of all ranks' parts, in rank order. Running it again after it failed does no harm.
 
     Raises RankFailedError when ranks disagree on how many they are, ValueConflictError, CoverageError, OverlapError when their
-    parts make no whole, StorageError.
+    parts make no whole, ConflictError when the step was committed by somebody else, StorageError.
     """
+    store = claim.store
     odd = {part.rank: f"handed in a part of {part.world} ranks" for part in parts if part.world != len(parts)}
     odd |= {part.rank: f"took it in run {part.run!r}, not {parts[0].run!r}" for part in parts if part.run != parts[0].run}
     if odd:
@@ -199,14 +206,14 @@ def commit_parts(store: Store, step: int, parts: Sequence[Contribution]) -> None
     for part in parts:  # most ranks hold the same values: equal trees are decoded once
         raw = bytes(part.values)
         if raw not in known:
-            known[raw] = trees.decode(raw, f"{store.url}/{PARTS}")
+            known[raw] = trees.decode(raw, store.url)
     merged = trees.merge([known[bytes(part.values)] for part in parts])
     mesh = {axis: size for part in parts for axis, size in part.mesh.items()}
     tables = [_table(part, store.url) for part in parts]
     contents = native.Contents(
         merged, trees.unite_aliases(enumerate(part.aliases for part in parts)), Notes(native.NAME, step, mesh)
     )
-    native.commit(store, native.Generation(0), tables, contents)
+    native.commit(native.Attempt(store, native.Generation(claim.token), claim, None), tables, contents)
 
 
 def _table(part: Contribution, url: str) -> native.ShardTable:

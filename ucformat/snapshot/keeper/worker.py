@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from ucformat.errors import MissingFileError, RankFailedError, StorageError
-from ucformat.formats import native
+from ucformat.errors import ConflictError, ExistsError, MissingFileError, RankFailedError, StorageError
+from ucformat.formats import native, ownership
+from ucformat.formats.native.manifest import MANIFEST
 from ucformat.snapshot.keeper import contributions, retention, slot_copy
 from ucformat.snapshot.keeper.contributions import Contribution, Refusal
 from ucformat.snapshot.keeper.messages import Event, Failed, KeeperOptions, Order, Persisted, Pruned, Skipped, Stored, Trouble
@@ -83,6 +84,8 @@ class Persister(threading.Thread):
         self._options, self._emit = options, emit
         self._queue: queue.SimpleQueue[tuple[Order, HeldSlot | None] | None] = queue.SimpleQueue()
         self._open: dict[int, Open] = {}
+        self._claims: dict[int, ownership.Claim] = {}
+        """Of the versions that are stored or open: others see that this process lives."""
         self._settled: set[int] = set()
         self._more = True
         self._drop = False
@@ -145,6 +148,9 @@ class Persister(threading.Thread):
             version = self._open.pop(step, None)
             self._emit(Failed(step, told(error)))
             self._give_up(step, error, all_done=version is not None and version.overtaken_by is not None)
+        finally:
+            if step not in self._open and (claim := self._claims.pop(step, None)) is not None:
+                claim.hold.release()
 
     # -- storing -------------------------------------------------------------------------------------------------------
 
@@ -153,6 +159,8 @@ class Persister(threading.Thread):
         began = time.monotonic()
         deadline = began + options.timeout_s
         store = self._persistently(step, "opening", deadline, lambda: self._version(step))
+        if self._persistently(step, "opening", deadline, lambda: self._run().exists(MANIFEST)):
+            raise ExistsError(self._run().url, "is a checkpoint itself, so it can't hold steps, too", "")
         if self._persistently(step, "looking for a commit", deadline, lambda: native.is_committed(store)):
             if slot is None:  # a keeper that has died since made the commit
                 self._emit(Persisted(step, time.monotonic() - began, order.nbytes))
@@ -161,6 +169,8 @@ class Persister(threading.Thread):
             self._make_room(store, step)
             return
         nbytes = order.nbytes
+        begin = partial(contributions.begin, store, options.run)
+        self._claims[step] = self._persistently(step, "writing", deadline, begin)
         if slot is not None:
             nbytes = slot.record.size
             path = contributions.shard_path(options.rank, options.run)
@@ -260,8 +270,14 @@ class Persister(threading.Thread):
     def _commit(self, store: Store, version: Open) -> None:
         """Make the checkpoint, unless another start of the job has made one of this step: that one stays as it is."""
         self._prove_wanted(version.step)
-        if not native.is_committed(store):
-            contributions.commit_parts(store, version.step, [version.parts[rank] for rank in range(self._options.world)])
+        if native.is_committed(store):
+            return
+        parts = [version.parts[rank] for rank in range(self._options.world)]
+        try:
+            contributions.commit_parts(self._claims[version.step], version.step, parts)
+        except ConflictError:
+            if not native.is_committed(store):
+                raise
 
     def _is_committed(self, store: Store, version: Open) -> bool:
         """Whether rank 0 has committed. Raises RankFailedError when it gave up, _GoneError when there is nothing any more."""
@@ -293,10 +309,12 @@ class Persister(threading.Thread):
                 other.overtaken_by, other.look_at = step, time.monotonic()
         try:
             with self._at(step, "removing older versions", time.monotonic() + options.timeout_s, essential=False):
-                retention.tidy(store, [shard.file for shard in native.read_record(store).shards])
+                native.clear(store, own=options.run)
                 run = self._run()
-                self._settled |= retention.clear_abandoned(run, step, self._settled | self._open.keys())
-                gone = retention.prune(run, step, options.keep, options.keep_every)
+                native.note_saved(run, step)
+                self._settled |= retention.clear_abandoned(run, step, options.run, self._settled | self._open.keys())
+                keep = options.keep
+                gone = [] if keep is None else native.prune_steps(run, step, keep, options.keep_every)
         except Exception as error:
             self._emit(Trouble(step, f"removing older versions: {told(error)}"))
             return
@@ -317,6 +335,6 @@ class Persister(threading.Thread):
                     return
                 contributions.clear(store, self._options.run, rank)
                 if self._options.world > 1 and not (all_done or (rank and isinstance(error, RankFailedError))):
-                    contributions.put_part(store, self._options.run, Refusal(step, rank, told(error)))
+                    contributions.refuse(store, self._options.run, Refusal(step, rank, told(error)))
         except Exception as other:
             self._emit(Trouble(step, f"clearing up: {told(other)}"))

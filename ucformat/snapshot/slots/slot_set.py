@@ -24,8 +24,8 @@ import torch
 
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
+from ucformat.containers.envelope import VERSION
 from ucformat.errors import SnapshotInUseError, SnapshotMemoryError, StorageError
-from ucformat.formats.native.manifest import VERSION
 from ucformat.formats.native.shard import ShardLayout, hex_digest, lay_out
 from ucformat.formats.snapshot import LOCK, SlotRecord, rank_name
 from ucformat.snapshot.slots.filelock import FileLock

@@ -1,0 +1,90 @@
+"""Run directories: which of their steps are committed, and which one is meant where none is named.
+
+That is the highest step, unless the job went back: when a step is saved and higher ones are there, these are noted in
+`rollback.json` and passed over from then on. They stay where they are, and can be opened by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from ucformat.containers.envelope import seal, unseal
+from ucformat.errors import FormatError
+from ucformat.formats.native.manifest import MANIFEST
+from ucformat.storage.store import Store
+
+ROLLBACK = "rollback.json"
+_STEP = re.compile(r"step-(\d{8,})/")
+
+
+class Rollback(msgspec.Struct, frozen=True):
+    """The content of `rollback.json`, in the envelope of `ucf.json`."""
+
+    passed_over: tuple[int, ...]
+    """Steps that were committed already when a lower one was saved, ascending."""
+
+
+def step_name(step: int) -> str:
+    """Directory of a step inside a run directory."""
+    return f"step-{step:08d}"
+
+
+def step_numbers(names: Iterable[str]) -> list[int]:
+    """The steps that entries of a run directory are named for, committed or not, ascending."""
+    found = (int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+    return sorted(step for step in found if f"{step_name(step)}/" in names)
+
+
+def committed_steps(run: Store) -> list[int]:
+    """Steps of a run directory that are committed, ascending. Raises StorageError."""
+    return [step for step in step_numbers(run.list()) if is_committed_step(run, step)]
+
+
+def is_committed_step(run: Store, step: int) -> bool:
+    return run.exists(f"{step_name(step)}/{MANIFEST}")
+
+
+def newest_step(run: Store) -> int | None:
+    """The committed step that a run directory means; None when there is none.
+
+    Steps that were passed over count only where there is no other. A step that can't be looked at is an error, never absent:
+    raises StorageError, and FormatError for a damaged `rollback.json`.
+    """
+    names = run.list()
+    return next(_newest_first(run, step_numbers(names), set(passed_over(run, names))), None)
+
+
+def _newest_first(run: Store, steps: list[int], last: set[int]) -> Iterator[int]:
+    for group in ([step for step in steps if step not in last], [step for step in steps if step in last]):
+        yield from (step for step in reversed(group) if is_committed_step(run, step))
+
+
+def passed_over(run: Store, names: Iterable[str]) -> tuple[int, ...]:
+    """Steps that the job has gone back from; `names` are the entries of the run directory."""
+    if ROLLBACK not in names:
+        return ()
+    where = f"{run.url}/{ROLLBACK}"
+    try:
+        return msgspec.json.decode(unseal(run.read(ROLLBACK), where), type=Rollback).passed_over
+    except msgspec.DecodeError as error:
+        raise FormatError(where, f"malformed: {error}") from error
+
+
+def note_saved(run: Store, step: int) -> tuple[int, ...]:
+    """After `step` was committed: note the higher steps as passed over; those that were not yet.
+
+    Raises StorageError, FormatError.
+    """
+    names = run.list()
+    before = passed_over(run, names)
+    steps = step_numbers(names)
+    beyond = [other for other in steps if other > step and (other in before or is_committed_step(run, other))]
+    now = tuple(sorted({*beyond, *before}.intersection(steps).difference({step})))
+    if now != before and now:
+        run.put(ROLLBACK, seal(msgspec.json.encode(Rollback(now))))
+    elif now != before:
+        run.remove(ROLLBACK)
+    return tuple(other for other in beyond if other not in before)

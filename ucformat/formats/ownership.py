@@ -1,0 +1,212 @@
+"""Who may remove what. A marker with a random token is written first; it vouches for everything that has the token in its name.
+
+    step-00000100/.ucf.3f9c2a71d04b.json     the marker, there only while something is unfinished
+    step-00000100/shards.3f9c2a71d04b/…      what belongs to it
+    .out.3f9c2a71d04b.partial/               the same, for a directory that is written beside its place
+
+Whoever writes holds the marker (see `Store.hold`) for as long as it lives. What is left of one that was killed is removed by
+whoever writes to the same place next, or by `prune`. Nothing is ever removed because of how its name looks: names without a
+marker are the user's own, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from ucformat.containers.envelope import seal, unseal
+from ucformat.errors import MissingFileError, UcformatError
+from ucformat.storage.store import Hold, Store
+
+ELSEWHERE_S = 900.0  # without a sign of life on another machine, as not every network file system passes locks on
+ABANDONED_S = 6 * 3600.0  # on stores without locks: longer than any save or conversion takes
+_MARKER = re.compile(r"\.ucf\.([0-9A-Za-z_-]+)\.json")
+_LOG = logging.getLogger(__name__)
+
+
+class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a marker says; stored in the envelope of `ucf.json`."""
+
+    token: str
+    what: str
+    """`save`, `convert`, `persist` or `remove`."""
+    place: str = ""
+    """Name beside the marker of what is being written or removed; empty: the directory that the marker is in."""
+    replaces: tuple[str, ...] = ()
+    """Files at the place that belong to the checkpoint which is replaced or removed."""
+    identity: str = ""
+    """Of the directory that is replaced, see `Store.identity`."""
+    machine: str = ""
+    created: str = ""
+    """UTC, ISO 8601."""
+
+    @property
+    def path(self) -> str:
+        return marker_path(self.token)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was written; 0 where the clock says that this was in the future."""
+        with suppress(ValueError):
+            return max(0.0, (datetime.now(timezone.utc) - datetime.fromisoformat(self.created)).total_seconds())
+        return ABANDONED_S
+
+    def abandoned(self, store: Store) -> bool:
+        """Whether it is old enough, if no living process is known to hold it."""
+        if not store.holds:
+            return self.age_s >= ABANDONED_S
+        return self.machine == this_machine() or self.age_s >= ELSEWHERE_S
+
+
+def marker_path(token: str) -> str:
+    return f".ucf.{token}.json"
+
+
+def is_marker(name: str) -> bool:
+    """Whether an entry of a directory is named like a marker."""
+    return _MARKER.fullmatch(name) is not None
+
+
+def new_token() -> str:
+    return secrets.token_hex(6)
+
+
+def carries(name: str, token: str) -> bool:
+    """Whether an entry of a directory has the token between dots, or at an end of its name."""
+    return token in name.rstrip("/").split(".")
+
+
+@functools.cache
+def this_machine() -> str:
+    """The running kernel: the same for all containers on a machine, another one after each start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A marker of ours, held."""
+
+    store: Store
+    marker: Marker
+    hold: Hold
+
+    @property
+    def token(self) -> str:
+        return self.marker.token
+
+    def intact(self) -> bool:
+        """Whether nobody has taken it for abandoned. Raises StorageError."""
+        return self.hold.intact()
+
+    def discard(self) -> None:
+        """Remove all that carries the token, and the marker. Never raises UcformatError: that is not the news."""
+        try:
+            remove_all(self.store, self.token, keep_folder=bool(self.marker.place))
+        except UcformatError as error:
+            _LOG.warning("%s: what was written could not be removed (`ucconvert prune` does it later): %s", self.store.url, error)
+        self.hold.release()
+
+    def done(self) -> None:
+        """Remove the marker alone: what it vouched for is committed. Raises StorageError."""
+        self.hold.release()
+        self.store.remove(self.marker.path)
+
+
+def begin(
+    store: Store, what: str, *, place: str = "", replaces: Sequence[str] = (), identity: str = "", token: str = ""
+) -> Claim:
+    """Put a marker there, and hold it. With a `token` that several processes share, each calls it. Raises StorageError."""
+    marker = Marker(token or new_token(), what, place, tuple(replaces), identity, this_machine(), _now())
+    while True:
+        store.put_if_absent(marker.path, seal(msgspec.json.encode(marker)))
+        try:
+            hold = store.hold(marker.path)
+        except MissingFileError:
+            continue
+        if hold.intact():
+            return Claim(store, marker, hold)
+        hold.release()  # somebody took it for abandoned before it was held
+
+
+def join(store: Store, token: str) -> Hold:
+    """Hold the marker of another rank of the same job, for as long as this one writes."""
+    try:
+        return store.hold(marker_path(token))
+    except MissingFileError:
+        return Hold()  # another host may see the file only later
+
+
+def markers(store: Store, names: Iterable[str] | None = None) -> list[Marker]:
+    """The markers in a directory. One that is damaged vouches for nothing. Raises StorageError."""
+    found: list[Marker] = []
+    for name in store.list() if names is None else names:
+        match = _MARKER.fullmatch(name)
+        if match is None:
+            continue
+        where = f"{store.url}/{name}"
+        try:
+            marker = msgspec.json.decode(unseal(store.read(name), where), type=Marker)
+        except MissingFileError:
+            continue  # finished meanwhile
+        except (UcformatError, msgspec.DecodeError) as error:
+            _LOG.warning("%s: ignored, as it can't be read: %s", where, error)
+            continue
+        if marker.token == match[1]:
+            found.append(marker)
+    return found
+
+
+def claim(store: Store, marker: Marker, *, lost: bool = False) -> Hold | None:
+    """Hold a marker alone, to remove what it vouches for; None where its owner may be alive. Raises StorageError.
+
+    `lost`: it can't be committed any more, so that its age is of no matter.
+    """
+    if not (lost and not store.holds) and not marker.abandoned(store):
+        return None
+    try:
+        return store.claim(marker.path)
+    except MissingFileError:
+        return None
+
+
+def unknown(store: Store, names: Sequence[str]) -> list[str]:
+    """Those entries of a directory that no marker there vouches for."""
+    tokens = [match[1] for name in names if (match := _MARKER.fullmatch(name))]
+    return [name for name in names if not any(carries(name, token) for token in tokens)]
+
+
+def remove_all(store: Store, token: str, *, keep_folder: bool = False) -> None:
+    """Remove all entries of a directory that carry a token, its marker last, and the directory if it is empty then."""
+    for name in store.list():
+        if carries(name, token) and not is_marker(name):
+            store.remove(name.rstrip("/"))
+    store.remove(marker_path(token))
+    if not keep_folder:
+        store.remove_folder()
+
+
+def remove_files(store: Store, paths: Sequence[str]) -> None:
+    """Remove files, and the folders that they leave empty. Raises StorageError."""
+    folders: set[str] = set()
+    for path in paths:
+        store.remove(path)
+        folders.update(path.rsplit("/", n)[0] for n in range(1, path.count("/") + 1))
+    for folder in sorted(folders, key=len, reverse=True):
+        store.remove_folder(folder)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
