@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ucformat
+from tests.reshard.ranks import on_ranks
 from tests.reshard.state.test_optimizer_forms import assert_equal, muon_and_adamw, net, state_of, train
+from tests.reshard.state.test_optimizer_zoo import net as plain_net
+from tests.reshard.state.test_optimizer_zoo import train as train_on
+from tests.reshard.state.test_optimizer_zoo import wrapped
 from ucformat.errors import ShapeMismatchError, UnsupportedError
 
 
@@ -147,3 +152,38 @@ def test_the_extra_keys_of_a_state_dict_reach_the_optimizer(tmp_path: Path) -> N
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     ucformat.load(str(tmp_path / "x.pt"), into={"optimizer": other})
     assert other.count == 7
+
+
+def into_sharded(path: str, folder: str) -> dict[str, str]:
+    """Load the file on two ranks, and save what was loaded: that has names and whole tensors again."""
+    warnings.simplefilter("ignore")
+    out = {}
+    for how in ("ddp", "fsdp2", "fsdp1", "fsdp1, flat"):
+        model = wrapped(how)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.9)
+        try:
+            ucformat.load(path, into={"model": model, "optimizer": optimizer})
+            ucformat.save(f"{folder}/{how}", {"model": model, "optimizer": optimizer})
+        except UnsupportedError as error:
+            out[how] = str(error)
+            assert not optimizer.state
+        else:
+            out[how] = "loaded"
+    return out
+
+
+def test_states_by_number_load_into_sharded_optimizers(tmp_path: Path) -> None:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train_on(model, optimizer, 2, 1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    ucformat.save(str(tmp_path / "truth"), {"model": model, "optimizer": optimizer})
+    for told in on_ranks(2, into_sharded, str(tmp_path / "x.pt"), str(tmp_path)):
+        refused = told.pop("fsdp1, flat")
+        assert set(told.values()) == {"loaded"}
+        assert "one parameter here is made of several" in refused
+    truth: Any = ucformat.load(str(tmp_path / "truth"))
+    for how in ("ddp", "fsdp2", "fsdp1"):
+        found: Any = ucformat.load(str(tmp_path / how))
+        assert_equal(found["model"], truth["model"])
+        assert_equal(found["optimizer"], truth["optimizer"])

@@ -92,6 +92,13 @@ def _is_by_number(node: object) -> bool:
 def _named(item: Named, given: Mapping[str, Any], where: str, catalog: Catalog) -> dict[str, Any]:
     """{parameter: states, "param_groups": groups} of one state dict."""
     stored = given[GROUPS]
+    flat = next((held for held in item.names.values() if len(held) > 1), None)
+    if flat is not None:
+        raise UnsupportedError(
+            item.key,
+            f"{where} is stored by number, and one parameter here is made of several ({flat[0].fqn}, {flat[1].fqn}…): "
+            "use FSDP with use_orig_params=True, or fully_shard",
+        )
     sizes, live = [len(group["params"]) for group in stored], [len(group["params"]) for group in item.groups]
     if sizes != live:
         raise UnsupportedError(
@@ -100,7 +107,7 @@ def _named(item: Named, given: Mapping[str, Any], where: str, catalog: Catalog) 
             f"{_list(live)}: make it with the same groups, in the same order",
         )
     pairs = [pair for s, g in zip(stored, item.groups, strict=True) for pair in zip(s["params"], g["params"], strict=True)]
-    names: dict[object, str] = {number: _name(item, parameter, where) for number, parameter in pairs}
+    names: dict[object, str] = {number: item.names[id(parameter)][0].fqn for number, parameter in pairs}
     states: dict[Any, Any] = given.get("state", {})
     out: dict[str, Any] = {}
     extra: dict[str, Any] = {name: x for name, x in given.items() if name not in {"state", GROUPS}}
@@ -117,17 +124,6 @@ def _named(item: Named, given: Mapping[str, Any], where: str, catalog: Catalog) 
 
 def _if(extra: dict[str, Any]) -> dict[str, Any]:
     return {EXTRA: extra} if extra else {}
-
-
-def _name(item: Named, parameter: Any, where: str) -> str:
-    held = item.names[id(parameter)]
-    if len(held) > 1:
-        raise UnsupportedError(
-            item.key,
-            f"{where} is stored by number, and one parameter here is made of several ({held[0].fqn}, {held[1].fqn}…): "
-            "use FSDP with use_orig_params=True, or fully_shard",
-        )
-    return held[0].fqn
 
 
 def _number(key: object) -> object:
