@@ -82,6 +82,26 @@ def test_everything_small_goes_along_and_what_stays_is_listed(between: tuple[str
     assert "helper_of_remote_code.py" in said, "program code that travels is mentioned"
 
 
+@pytest.mark.parametrize("named", ["model.safetensors", "model.safetensors.index.json"])
+def test_they_go_along_with_a_file_that_is_named(named: str, tmp_path: Path) -> None:
+    folder = model(tmp_path / "in", GO)
+    if named.endswith(".json"):
+        (folder / named).write_text(json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors"}}))
+    convert(str(folder / named), str(tmp_path / "out"), "hf")
+    assert files_of(tmp_path / "out") == GO | {"model.safetensors"}
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    model(tmp_path / "blobs", GO)
+    for name in (*GO, "model.safetensors"):
+        link = tmp_path / "snapshots/abc" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(tmp_path / "blobs" / name)
+    convert(str(tmp_path / "snapshots/abc"), str(tmp_path / "out"), "hf")
+    assert files_of(tmp_path / "out") == GO | {"model.safetensors"}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
 def test_what_stays_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     convert(str(model(tmp_path / "in")), str(tmp_path / "out"), "hf")
     assert sum("optimizer.pt" in record.getMessage() for record in caplog.records) == 1

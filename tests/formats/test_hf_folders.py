@@ -234,3 +234,17 @@ def test_modules_without_end_are_refused(tmp_path: Path) -> None:
         (folder / str(i)).mkdir()
     with pytest.raises(UnsupportedError, match="folders"):
         formats.open_catalog(str(folder))
+
+
+def test_modules_of_a_sentence_model_stay_in_one_file_each(tmp_path: Path) -> None:
+    folder = sentence_model(tmp_path / "in", 1.0)
+    put(folder / DENSE, a=torch.ones(4), b=torch.ones(4))
+    report = convert(str(folder), str(tmp_path / "out"), "hf", max_file_bytes=16)
+    assert [path for path in weights(tmp_path / "out") if "/" in path] == [DENSE]
+    assert any(DENSE in text for text in report.remarks)
+
+
+def test_a_single_file_says_what_it_has_no_place_for(tmp_path: Path) -> None:
+    report = convert(str(sentence_model(tmp_path / "in", 1.0)), str(tmp_path / "out.pt"), "torchsave")
+    assert any("modules.json" in text for text in report.remarks)
+    assert any("2_Dense" in text for text in report.remarks)

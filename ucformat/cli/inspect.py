@@ -94,6 +94,7 @@ def _document(path: str, name: str, catalog: Catalog, fragments: bool) -> dict[s
         "path": path,
         "format": name,
         "origin": catalog.notes.origin,
+        "origin_layout": catalog.notes.origin_layout,
         "step": catalog.notes.step,
         "mesh": catalog.notes.mesh,
         "nbytes": catalog.nbytes,

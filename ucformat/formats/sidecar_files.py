@@ -112,9 +112,11 @@ def gather(
     if found:
         return _sort_out(store, found)
     of_model = named or any(_matches(name, MODEL_SIGNS) for name in names)
-    if folders is None or source.file is not None or not of_model:
+    if folders is None or not of_model:
         return _sort_out(store, [_Found(path, path) for path in _well_known(store, names)])
     paths, skipped = _of_model(store, folders)
+    if source.file is not None:  # one of several sets of weights, or one part: the others are not asked for
+        weights = {*weights, *(path for path in paths if _is_weights(path.rpartition("/")[2]))}
     # other sets of safetensors are the reader's to mention
     known = [path for path in paths if path not in weights and not path.endswith((".safetensors", ".safetensors.index.json"))]
     return _sort_out(store, [_Found(path, path) for path in known], skipped)

@@ -23,11 +23,12 @@ from ucformat.catalog import Catalog
 from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, UnsupportedError
 from ucformat.formats import native, owned, ownership, partial, sidecar_files
 from ucformat.formats.hf import folders
-from ucformat.formats.hf.layout import lay_out
+from ucformat.formats.hf.layout import lay_out, noted_folders
+from ucformat.formats.hf.stems import is_known
 from ucformat.formats.hf.writer import remarks as hf_remarks
 from ucformat.formats.hf.writer import without_adapter
 from ucformat.formats.source import Source, locate
-from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob
+from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob, shorten
 from ucformat.group import Group
 from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
@@ -241,8 +242,20 @@ def prepare(
         planned = lay_out(job)
         job = replace(job, companions=without_adapter(job.companions, planned))
         remarks += hf_remarks(job, planned)
+    if to == "torchsave":
+        remarks += _placeless(job)
+        job = replace(job, companions=Companions())
     remarks += job.companions.remarks
     return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), chosen, tuple(remarks))
+
+
+def _placeless(job: WriteJob) -> list[str]:
+    """Remarks on what surrounds a model and has no place in a single file."""
+    paths, folders_lost = [item.path for item in job.companions.files], noted_folders(job.notes)
+    said = [f"not copied, a single file has no place for them: {shorten(paths)}"] if paths else []
+    if folders_lost:
+        said.append(f"a single file does not say which tensors belong into folders of their own: {shorten(folders_lost)}")
+    return said
 
 
 def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> ConvertReport:
@@ -280,6 +293,8 @@ def _companions(source: Source, reader: ModuleType, catalog: Catalog) -> Compani
     """The files that travel along: those at the source, or in the checkpoint of a run that it led to."""
     if hasattr(reader, "folders_of") and source.file is None:
         return sidecar_files.gather(source, reader.folders_of(source.store), reader.weight_files(source))
+    if hasattr(reader, "folders_of") and is_known(str(source.file).partition(".safetensors")[0]):
+        return sidecar_files.gather(source, ())
     found = sidecar_files.gather(source)
     return found if found.files or catalog.store.url == source.store.url else sidecar_files.gather(Source(catalog.store))
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ucformat
 from tests.checkpoints import bits
+from tests.reshard.ranks import on_ranks
 from ucformat.errors import NamesMismatchError, UnsupportedError
 from ucformat.reshard.convert import convert
 
@@ -100,6 +101,31 @@ def test_the_model_without_its_head_takes_its_part(tmp_path: Path) -> None:
     assert names.keys() == {name for name in load_file(tmp_path / "model.safetensors") if name.startswith("bert.")}
     ucformat.load(str(tmp_path), into={"model": names}, strict=False)
     assert state(other) == state(model.bert)
+
+
+def _sharded(folder: str) -> dict[str, bytes]:
+    """On each rank: the files loaded into a model under FSDP2, gathered again."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model = made(llava, 1)
+    fully_shard(model)
+    ucformat.load(folder, into={"model": ucformat.hf_state(model, folder)})
+    full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
+    experts = made(MODELS["stacked experts"], 1)
+    fully_shard(experts)
+    with pytest.raises(UnsupportedError, match="distributed"):
+        ucformat.hf_state(experts)
+    dist.barrier()
+    return {name: bits(x) for name, x in full.items()}
+
+
+def test_a_model_under_fsdp2_takes_its_shards_and_stacked_experts_are_refused(tmp_path: Path) -> None:
+    model = made(llava, 0)
+    model.save_pretrained(tmp_path)
+    for rank in on_ranks(2, _sharded, str(tmp_path)):
+        assert rank == state(model)
 
 
 def test_what_is_no_part_of_one_live_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

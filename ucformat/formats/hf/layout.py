@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ucformat import values as value_tree
+from ucformat.catalog import Notes
 from ucformat.containers.file_image import FilePlan
 from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, build_header
 from ucformat.errors import UnsupportedError
 from ucformat.formats.hf import stems
+from ucformat.formats.hf.folders import MODULES
 from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.storage.store import safe_path
 
@@ -94,14 +96,24 @@ def stem_of(job: WriteJob, folder: str, names: Sequence[str]) -> str:
     return stems.ADAPTER if of_peft and all("lora_" in name for name in names) else stems.DEFAULT
 
 
+def may_be_sharded(job: WriteJob, folder: str, stem: str) -> bool:
+    """Whether a library reads such weights from several files: sentence-transformers doesn't for its modules."""
+    module = folder and any(item.path == MODULES for item in job.companions.files)
+    return not module and stem.partition(".")[0] not in stems.NEVER_SHARDED
+
+
+def noted_folders(notes: Notes) -> list[str]:
+    """The folders that are parts of a model, as its notes name them."""
+    return sorted(key[len(LAYOUT_KEY) :] for key in notes.origin_layout if key.startswith(LAYOUT_KEY) and key != LAYOUT_KEY)
+
+
 def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
 def _places(job: WriteJob) -> dict[str, Place]:
     """Canonical name → place, for tensors and aliases that go in."""
-    noted = [key[len(LAYOUT_KEY) :] for key in job.notes.origin_layout if key.startswith(LAYOUT_KEY)]
-    folders = {tuple(safe_path(folder, job.store.url).split("/")) for folder in noted if folder}
+    folders = {tuple(safe_path(folder, job.store.url).split("/")) for folder in noted_folders(job.notes)}
     places: dict[str, Place] = {}
     taken: dict[Place, str] = {}
     for name in takes([*(target.name for target in job.targets), *job.aliases]):
@@ -139,9 +151,8 @@ def _plan_folder(job: WriteJob, folder: str, chosen: Sequence[int], places: Mapp
     own = [job.targets[number].name for number in chosen]
     stem = stem_of(job, folder, [names[name] for name in own])
     chosen = sorted(chosen, key=lambda number: _natural(names[job.targets[number].name]))
-    whole = stem.partition(".")[0] in stems.NEVER_SHARDED
     nbytes = [target.nbytes for target in job.targets]
-    groups = [list(chosen)] if whole else list(_pack(chosen, nbytes, job.max_file_bytes))
+    groups = list(_pack(chosen, nbytes, job.max_file_bytes)) if may_be_sharded(job, folder, stem) else [list(chosen)]
     aliases = {names[alias]: names[kept] for alias, kept in job.aliases.items() if alias in names and kept in names}
     extra = _metadata(job, folder)
     for i, group in enumerate(groups):

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from ucformat.containers.file_image import write_image
 from ucformat.formats import sidecar_files
 from ucformat.formats.hf import folders, stems
-from ucformat.formats.hf.layout import LAYOUT_KEY, PlannedFile, indices, lay_out
+from ucformat.formats.hf.layout import LAYOUT_KEY, PlannedFile, indices, lay_out, may_be_sharded
 from ucformat.formats.staging import publish
-from ucformat.formats.target import Companions, WriteJob
+from ucformat.formats.target import Companions, WriteJob, shorten
 from ucformat.storage.store import Store
 
 
@@ -62,6 +62,11 @@ def remarks(job: WriteJob, files: Sequence[PlannedFile]) -> tuple[str, ...]:
         noted = job.notes.origin_layout.get(LAYOUT_KEY + folder, stems.DEFAULT)
         if not stems.is_known(noted):
             said.append(f"no library looks for weights called {noted}: written as {stems.DEFAULT}.safetensors")
+    large = [
+        file.path for file in files if not may_be_sharded(job, file.folder, file.stem) and file.image.size > job.max_file_bytes
+    ]
+    if large:
+        said.append(f"larger than {job.max_file_bytes:,} bytes, as their libraries read a single file: {shorten(large)}")
     described = any(fnmatch.fnmatchcase(item.path, sign) for item in job.companions.files for sign in sidecar_files.MODEL_SIGNS)
     if not described and any(file.stem not in stems.UNDESCRIBED for file in files):
         said.append("no config.json goes along, and libraries need one: pass companions=DIR (--companions DIR)")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ucformat import formats
 from ucformat.errors import UnsupportedError
 from ucformat.formats.target import shorten
+from ucformat.reshard.state.fsdp import known
 
 _PREFIX = "model/"
 
@@ -37,7 +38,7 @@ def hf_state(model: torch.nn.Module, path: str | None = None) -> dict[str, torch
     it with ucformat, which needs no other names.
     """
     library = _library()
-    live = dict(model.state_dict())
+    live, model = dict(model.state_dict()), _as_declared(model)
     probes = {name: torch.empty(tensor.shape, dtype=torch.bool, device="meta") for name, tensor in live.items()}
     owners = {id(probe): name for name, probe in probes.items()}
     state: dict[str, torch.Tensor] = {}
@@ -68,6 +69,18 @@ def _library() -> Any:
             "names of files are looked up in transformers 5 or newer, which is not installed; older ones name files as in memory"
         )
         raise UnsupportedError("hf_state", why) from error
+
+
+def _as_declared(model: torch.nn.Module) -> Any:
+    """The model, or one like it without memory: transformers looks classes up by name, and FSDP2 changes these."""
+    if not any(isinstance(module, known("FSDPModule")) for module in model.modules()):
+        return model
+    kind: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, known("FSDPModule")))
+    with torch.device("meta"):
+        twin = kind(model.config)
+    if hasattr(model, "_weight_conversions"):  # what `from_pretrained` did
+        twin._weight_conversions = model._weight_conversions
+    return twin
 
 
 def _names(path: str) -> list[str]:
