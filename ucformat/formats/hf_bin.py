@@ -9,11 +9,14 @@ import re
 
 from ucformat.catalog import Catalog
 from ucformat.errors import UcformatError
+from ucformat.formats import training_files
 from ucformat.formats.hf import folders, model
 from ucformat.formats.hf.bins import INDEX_SUFFIX, has_weights
 from ucformat.formats.source import Source
+from ucformat.formats.training_files import with_training_state
 
 NAME = "hf-bin"
+BOOKKEEPING = training_files.BOOKKEEPING
 OWNS = re.compile(r"((diffusion_)?pytorch|adapter)_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 weight_files = model.weight_files
 folders_of = folders.parts
@@ -35,4 +38,5 @@ def open_catalog(source: Source) -> Catalog:
     Raises MissingFileError for a missing shard, FormatError (malformed, index and shards disagree), UnsupportedError (legacy
     form, sparse and quantised tensors), ChecksumError, UnsafePickleError.
     """
-    return model.open_catalog(source, NAME)
+    catalog = model.open_catalog(source, NAME)
+    return catalog if source.file is not None else with_training_state(catalog, source.store)

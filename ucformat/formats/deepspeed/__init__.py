@@ -11,6 +11,7 @@ from typing import Any
 
 from ucformat.catalog import Catalog, Notes
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
+from ucformat.formats import training_files
 from ucformat.formats.deepspeed import files as found_files
 from ucformat.formats.deepspeed.files import LATER, RankFiles, expect_ranks
 from ucformat.formats.deepspeed.model import add_sliced, add_whole, frozen_excluded, parse_model
@@ -20,6 +21,7 @@ from ucformat.formats.deepspeed.records import Opened
 from ucformat.formats.deepspeed.zero import OptimizerState
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
+from ucformat.formats.training_files import with_training_state
 from ucformat.pickles.unpickle import StoredTensor, to_values
 from ucformat.values.tree import split
 
@@ -35,7 +37,7 @@ _OWN = {
 }  # fmt: skip
 """Other entries that DeepSpeed writes; all the rest came from the client."""
 
-BOOKKEEPING = frozenset({"deepspeed", "client", "args", "step"})
+BOOKKEEPING = frozenset({"deepspeed", "client", "args", "step"}) | training_files.BOOKKEEPING
 """See `formats.bookkeeping`. The step is in the notes, too; schedulers and data samplers are state that goes on."""
 
 detect = found_files.detect
@@ -67,7 +69,7 @@ def open_catalog(source: Source) -> Catalog:
     values = _values(opened, [tree, *others], model.rest, found, list(files.model.values()))
     step, world = tree.get("global_steps"), len(ranks) or _count(tree, "dp_world_size")
     notes = Notes(NAME, step if type(step) is int else None, {"dp": world} if world else {}, tuple(opened.remarks))
-    return opened.build(values, notes)
+    return with_training_state(opened.build(values, notes), source.store)
 
 
 def _refuse(tree: Mapping[Any, Any], files: RankFiles) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ucformat.box import Box, Ints
+from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes
 from ucformat.containers.zip_read import checks_of
 from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
 from ucformat.formats.deepspeed.flat import Pieces
+from ucformat.formats.unite import merge_tables, widen
 from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, open_torch_zip
 from ucformat.storage.store import Store
 from ucformat.values.tree import join_name
@@ -94,10 +95,8 @@ class Opened:
         tables = [catalog.fragments]
         for names, table in self._blocks:
             tensor = np.array([number[name] for name in names], dtype=np.int32)[table.tensor]
-            tables.append(
-                replace(table, tensor=tensor, offset=_widen(table.offset, ndim, 0), length=_widen(table.length, ndim, 1))
-            )
-        return replace(catalog, fragments=_merge(tables))
+            tables.append(replace(table, tensor=tensor, offset=widen(table.offset, ndim, 0), length=widen(table.length, ndim, 1)))
+        return replace(catalog, fragments=merge_tables(tables))
 
     def bytes_of(self, stored: Sequence[StoredTensor]) -> list[bytes]:
         """The bytes of small contiguous tensors, read side by side."""
@@ -108,28 +107,6 @@ class Opened:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(read, stored))
-
-
-def _widen(columns: Ints, ndim: int, fill: int) -> Ints:
-    """(N, D) columns padded to (N, ndim)."""
-    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
-
-
-def _merge(tables: Sequence[FragmentTable]) -> FragmentTable:
-    """One table of all rows, sorted by tensor."""
-    tensor = np.concatenate([table.tensor for table in tables])
-    order = np.argsort(tensor, kind="stable")
-    stride = None
-    if any(table.stride is not None for table in tables):
-        stride = np.concatenate([table.strides() for table in tables])[order]
-    return FragmentTable(
-        tensor[order],
-        np.concatenate([table.file for table in tables])[order],
-        np.concatenate([table.start for table in tables])[order],
-        np.concatenate([table.offset for table in tables])[order],
-        np.concatenate([table.length for table in tables])[order],
-        stride,
-    )
 
 
 def numel(tensor: StoredTensor) -> int:

@@ -11,15 +11,17 @@ import re
 from ucformat.catalog import Catalog
 from ucformat.containers.safetensors_header import LENGTH_BYTES
 from ucformat.errors import UcformatError
+from ucformat.formats import training_files
 from ucformat.formats.hf import bins, files, folders, model
 from ucformat.formats.hf.layout import METADATA_KEY, takes
 from ucformat.formats.hf.model import weight_files
 from ucformat.formats.hf.writer import write
 from ucformat.formats.source import Source
+from ucformat.formats.training_files import with_training_state
 from ucformat.storage.store import Store
 
 NAME = "hf"
-BOOKKEEPING = frozenset({METADATA_KEY})
+BOOKKEEPING = frozenset({METADATA_KEY}) | training_files.BOOKKEEPING
 OWNS = re.compile(
     r"((diffusion_pytorch_|pytorch_)?model(-\d+-of-\d+)?\.safetensors|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
 )
@@ -52,12 +54,13 @@ def detect(source: Source) -> bool:
 
 
 def open_catalog(source: Source) -> Catalog:
-    """The catalog of a file or directory. Reads headers and the index only.
+    """The catalog of a file or directory, and of what a trainer keeps beside the weights. Reads headers and pickles only.
 
     Raises FormatError (malformed, index and files disagree), MissingFileError, UnsupportedError; and what `hf_bin` raises
     when a folder that is a part of the model has pickled weights.
     """
-    return model.open_catalog(source, NAME)
+    catalog = model.open_catalog(source, NAME)
+    return catalog if source.file is not None else with_training_state(catalog, source.store)
 
 
 def _foreign(store: Store, path: str) -> bool:
