@@ -172,6 +172,7 @@ def into_sharded(path: str, folder: str) -> dict[str, str]:
     return out
 
 
+@pytest.mark.slow
 def test_states_by_number_load_into_sharded_optimizers(tmp_path: Path) -> None:
     model = plain_net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

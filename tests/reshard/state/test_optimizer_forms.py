@@ -305,6 +305,31 @@ def test_states_of_unfrozen_parameters_begin_anew(tmp_path: Path) -> None:
     assert len(other.state) == 4
 
 
+class OfMine(torch.optim.Optimizer):
+    """Nobody knows what it keeps before its first step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "memory": 0.9})
+
+
+def test_hyper_parameters_of_another_optimizer_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = saved(tmp_path / "ck", torch.optim.RMSprop, net())
+    fresh = net()
+    with caplog.at_level(logging.WARNING, "ucformat"):
+        ucformat.load(path, into={"model": fresh, "optimizer": OfMine(fresh.parameters())})
+    assert "OfMine knows no alpha, centered" in caplog.text
+    assert "stay as they are in group 0: memory" in caplog.text
+
+
+def test_states_unlike_those_that_an_optimizer_has_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "ck", torch.optim.RMSprop, net())
+    fresh = net()
+    optimizer = OfMine(fresh.parameters())
+    optimizer.state[first(fresh)]["trace"] = torch.ones(4, 3)
+    with pytest.raises(UnsupportedError, match=r"states square_avg, step, .*OfMine has trace: they are of another optimizer"):
+        ucformat.load(path, into={"model": fresh, "optimizer": optimizer})
+
+
 def test_hyper_parameters_that_are_not_stored_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)

@@ -239,6 +239,7 @@ def _go_on(how: str, make: Make, path: str) -> str:
     return "equal" if all(map(same, bits(model), bits(other))) else "different"
 
 
+@pytest.mark.slow
 def test_optimizers_go_on_exactly_under_every_kind_of_data_parallelism(tmp_path: Path) -> None:
     for outcomes in on_ranks(2, go_on, str(tmp_path)):
         refused = {key: why for key, why in outcomes.items() if why != "equal"}

@@ -26,6 +26,9 @@ from ucformat.reshard.state.optimizer import EXTRA, GROUPS, MASTER, PARAMETERS, 
 OWN_CHOICES = frozenset({"foreach", "fused", "capturable"})
 """How the optimizer of this run computes, on its own device: loading does not change it."""
 
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+"""What torch's schedulers add to groups."""
+
 Read = Callable[[Sequence[str]], Sequence[torch.Tensor]]
 """Reads stored tensors by name."""
 
@@ -115,8 +118,12 @@ def _account(found: Matched, item: Named, group: Mapping[str, Any], chosen: Mapp
             found.remarks.append(f"{item.key}: group {number} has no parameters and no stored counterpart: it stays as it is")
         return
     kept = sorted(name for name in group if name in defaults and name not in chosen)
+    unknown = sorted(chosen.keys() - group.keys() - PARAMETERS - OWN_CHOICES - _OF_SCHEDULERS)
     if kept:
         found.remarks.append(f"{item.key}: not stored, so they stay as they are in group {number}: {', '.join(kept)}")
+    if kept and unknown:
+        kind = type(forms.innermost(item.optimizer)).__name__
+        found.remarks.append(f"{item.key}: {kind} knows no {', '.join(unknown)}: is the stored state of another optimizer?")
 
 
 def knows(stored: object, item: Named) -> set[str]:
