@@ -11,6 +11,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import ucformat
 from tests.formats.deepspeed_fixtures import copy_of
@@ -143,3 +145,31 @@ def test_a_file_that_is_not_read_is_named_and_a_damaged_one_is_an_error(tmp_path
     (tmp_path / "trainer_state.json").write_text("{")
     with pytest.raises(FormatError, match=r"trainer_state\.json.*malformed"):
         formats.open_catalog(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what stock DCP says to one process
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_accelerate_saves_under_fsdp_is_read_as_one_state(sharded: bool, tmp_path: Path) -> None:
+    """In the folders and files of its `save_fsdp_model` and `save_fsdp_optimizer`."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    if sharded:
+        state_dict_saver.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+        state_dict_saver.save({"optimizer": state}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    else:
+        torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+        torch.save(state, tmp_path / "optimizer.bin")
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.bin")
+    torch.save({"torch_manual_seed": torch.arange(4)}, tmp_path / "random_states_0.pkl")
+    live = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    other = torch.optim.AdamW(live.parameters())
+    into: dict[str, Any] = {"model": live, "optimizer": other, "scheduler": {"last_epoch": 0}}
+    ucformat.load(str(tmp_path), into=into)
+    assert into["scheduler"] == {"last_epoch": 3}
+    for (name, mine), theirs in zip(live.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"]), name
+    assert other.param_groups[0]["lr"] == 0.1

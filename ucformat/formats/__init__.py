@@ -16,7 +16,7 @@ from ucformat.formats import strangers
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
 
-READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "hf", "hf_bin", "torchsave")
+READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "fsdp_folders", "hf", "hf_bin", "torchsave")
 """Modules that recognise checkpoints, the most specific first."""
 
 WRITERS = ("native", "hf", "dcp", "torchsave")
@@ -69,7 +69,8 @@ def bookkeeping(origin: str) -> frozenset[str]:
 
     `origin` is that of a catalog's notes: it stays with what was converted. Unknown ones have none.
     """
-    found: frozenset[str] = getattr(_module(origin), "BOOKKEEPING", frozenset()) if origin in READERS else frozenset()
+    module = origin.replace("-", "_")  # readers' names have a hyphen where those of modules can't
+    found: frozenset[str] = getattr(_module(module), "BOOKKEEPING", frozenset()) if module in READERS else frozenset()
     return found
 
 
