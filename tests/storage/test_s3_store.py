@@ -21,7 +21,7 @@ from tests.s3 import weed
 from tests.s3.bucket import Server, environment, serving
 from tests.s3.proxy import Request, Verdict
 from ucformat.errors import FormatError, MissingFileError, StorageError
-from ucformat.storage import s3_upload
+from ucformat.storage import recent, s3_upload
 from ucformat.storage.open import open_store
 from ucformat.storage.s3_store import S3Store
 from ucformat.storage.store import Bytes
@@ -128,7 +128,7 @@ _ENDS = """
 import sys
 import fsspec.config
 import numpy as np
-from ucformat.storage import s3_upload
+from ucformat.storage import recent, s3_upload
 from ucformat.storage.open import open_store
 
 fsspec.config.conf["s3"] = {"config_kwargs": {"read_timeout": 1, "retries": {"total_max_attempts": 1}}}
@@ -300,3 +300,42 @@ def test_messages_say_what_is_wrong_and_where(server: Server) -> None:
         open_store(url).read("g")
     with pytest.raises(StorageError, match="names no bucket"):
         open_store("s3:///x")
+
+
+def test_many_small_tensors_of_an_open_checkpoint_cost_few_requests(server: Server) -> None:
+    path = f"{server.bucket}/small"
+    tensors = {f"t{i:03d}": torch.randn(256, generator=torch.Generator().manual_seed(i)) for i in range(100)}
+    ucformat.save(path, tensors)
+    checkpoint = ucformat.open(path)
+    with server.proxy.counting() as requests:
+        for name, tensor in tensors.items():
+            assert bits(checkpoint[name].read()) == bits(tensor)
+    assert len(requests) <= 4  # the size of the shard, its table of checksums, its one block
+
+
+def test_what_an_open_checkpoint_remembers_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "HELD_BYTES", 1000)
+    store, data = store_at(server, "bounded"), data_of(5000)
+    store.put("f", data.tobytes())
+    remembering, out = recent.RecentReads(store), np.zeros(400, dtype=np.uint8)
+    with server.proxy.counting() as requests:
+        for start in (0, 400, 800, 0, 100, 800):
+            remembering.read_into("f", start, out[:300])
+            assert out[:300].tobytes() == data[start : start + 300].tobytes()
+        assert len(requests) == 4
+        for start in range(0, 4400, 400):
+            remembering.read_into("f", start, out)
+        remembering.read_into("f", 0, out)
+        assert len(requests) == 4 + 11 + 1
+
+
+def test_the_newest_of_many_steps_is_found_with_few_requests(server: Server) -> None:
+    run, committed = f"{server.bucket}/many", f"{server.bucket}/many/step-00000200"
+    ucformat.save(run, {"x": 1}, step=200)
+    record, other = open_store(committed).read("ucf.json"), server.client()
+    with ThreadPoolExecutor(8) as pool:
+        keys = [f"{server.name}/many/step-{step:08d}/ucf.json" for step in range(1, 200)]
+        list(pool.map(lambda key: other.put_object(Bucket=weed.BUCKET, Key=key, Body=record), keys))
+    with server.proxy.counting() as requests:
+        assert ucformat.load(run)["x"] == 1
+    assert len(requests) <= 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 
 import numpy as np
@@ -15,6 +15,7 @@ from ucformat.catalog import Catalog, TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.reshard.reading.execute import execute
 from ucformat.reshard.reading.plan import plan, wants
+from ucformat.storage.recent import RecentReads
 
 Index = int | slice | EllipsisType
 
@@ -119,7 +120,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """
 
     def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
+        # tables of checksums and blocks are asked for once, where asking costs a round trip
+        self.catalog = replace(catalog, store=RecentReads(catalog.store)) if catalog.store.streams else catalog
         self._names = catalog.names
 
     @property
