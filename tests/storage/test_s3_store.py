@@ -6,8 +6,9 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import fsspec.config
@@ -20,14 +21,14 @@ from tests.checkpoints import bits
 from tests.s3 import weed
 from tests.s3.bucket import Server, environment, serving
 from tests.s3.proxy import Request, Verdict
-from ucformat.errors import FormatError, MissingFileError, StorageError
+from ucformat.errors import ConflictError, ExistsError, FormatError, MissingFileError, StorageError
 from ucformat.storage import recent, s3_upload
 from ucformat.storage.open import open_store
 from ucformat.storage.s3_store import S3Store
 from ucformat.storage.store import Bytes
 
 PART = 5 << 20  # the smallest that S3 takes
-HASTY = {"config_kwargs": {"connect_timeout": 2, "read_timeout": 1, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
+HASTY = {"config_kwargs": {"connect_timeout": 2, "read_timeout": 2, "retries": {"total_max_attempts": 2, "mode": "standard"}}}
 """Time limits that a test can wait for."""
 
 
@@ -43,9 +44,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_upload, "UPLOADS", 3)
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fsspec.config.conf, "s3", HASTY)
+@contextmanager
+def failing(server: Server, judge: Callable[[Request], Verdict]) -> Iterator[None]:
+    """Let the storage fail, for clients that don't wait long."""
+    with pytest.MonkeyPatch.context() as patch, server.proxy.judging(judge):
+        patch.setitem(fsspec.config.conf, "s3", HASTY)
+        yield
 
 
 def store_at(server: Server, name: str) -> S3Store:
@@ -87,10 +91,10 @@ class Away:
 
 @pytest.mark.parametrize("verdict", ["drop", "silent", "fail"])
 def test_a_committed_shard_survives_the_failed_writer_that_was_there_before(
-    server: Server, small_parts: None, hasty: None, verdict: Verdict
+    server: Server, small_parts: None, verdict: Verdict
 ) -> None:
     path = f"{server.bucket}/retried-{verdict}"
-    with server.proxy.judging(Away(3, verdict)), pytest.raises(StorageError) as failed:
+    with failing(server, Away(3, verdict)), pytest.raises(StorageError) as failed:
         ucformat.save(path, state(1))
     ucformat.save(path, state(2))
     del failed
@@ -99,10 +103,10 @@ def test_a_committed_shard_survives_the_failed_writer_that_was_there_before(
     assert ucformat.load(path)["w"].equal(state(2)["w"])  # type: ignore[attr-defined]
 
 
-def test_a_writer_that_has_failed_can_not_be_closed(server: Server, small_parts: None, hasty: None) -> None:
+def test_a_writer_that_has_failed_can_not_be_closed(server: Server, small_parts: None) -> None:
     store = store_at(server, "dead")
-    writer = store.writer("f", 5 * PART)
-    with server.proxy.judging(Away(1, "fail")), pytest.raises(StorageError):
+    with failing(server, Away(1, "fail")), pytest.raises(StorageError):
+        writer = store.writer("f", 5 * PART)
         writer.write(0, data_of(5 * PART))
         writer.close()
     with pytest.raises(StorageError):
@@ -119,6 +123,8 @@ def test_a_writer_that_was_forgotten_never_completes(server: Server, small_parts
     del writer
     gc.collect()
     assert not store.exists("f")
+    assert server.uploads("forgotten/")
+    store.abort_uploads("another token")
     assert server.uploads("forgotten/")
     store.abort_uploads()
     assert server.uploads("forgotten/") == []
@@ -266,10 +272,10 @@ def test_who_created_a_file_knows_it_though_the_answer_was_lost(server: Server) 
     assert store.read("f") == b"mine 3141"
 
 
-def test_a_silent_endpoint_is_an_error_after_the_time_limit(server: Server, hasty: None) -> None:
+def test_a_silent_endpoint_is_an_error_after_the_time_limit(server: Server) -> None:
     store = store_at(server, "silent")
     store.put("f", b"1")
-    with server.proxy.judging(lambda request: "silent"):
+    with failing(server, lambda request: "silent"):
         for call in (store.list, lambda: store.read("f"), lambda: store.exists("f"), lambda: store.put("g", b"1")):
             with pytest.raises(StorageError, match=rf"{server.bucket}.*does not answer within the time limit"):
                 call()
@@ -339,3 +345,69 @@ def test_the_newest_of_many_steps_is_found_with_few_requests(server: Server) -> 
     with server.proxy.counting() as requests:
         assert ucformat.load(run)["x"] == 1
     assert len(requests) <= 20
+
+
+_SAVES = """
+import sys
+import torch
+import ucformat
+from ucformat.storage import s3_upload
+
+s3_upload.PART_BYTES = 5 << 20
+ucformat.save(sys.argv[1], {"w": torch.ones(6 << 20)}, step=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_what_a_killed_save_was_uploading_is_aborted_by_the_next_save(server: Server, step: int) -> None:
+    run, killed = f"{server.bucket}/killed-{step}", threading.Event()
+    process = subprocess.Popen([sys.executable, "-c", _SAVES, run, "2"])
+
+    def kill(request: Request) -> None:
+        if is_part(request) and not killed.is_set():
+            killed.set()
+            process.kill()
+
+    with process, server.after_writes(kill):
+        process.wait(120)
+    assert killed.is_set()
+    assert server.uploads(f"killed-{step}/")
+    ucformat.save(run, state(1), step=step)
+    assert server.uploads(f"killed-{step}/") == []
+    assert ucformat.steps(run) == [step]
+    assert [path for path in open_store(run).files() if f"step-{step:08d}/" not in path] == []
+
+
+def test_of_two_writers_of_one_step_one_wins_and_its_checkpoint_is_whole(server: Server) -> None:
+    """A slow writer and its restart: the slow one is held up before it commits, and finds the other's checkpoint there."""
+    path, reached, go = f"{server.bucket}/twice", threading.Event(), threading.Event()
+
+    def judge(request: Request) -> Verdict:
+        if request.method == "PUT" and request.path.endswith("/index.safetensors") and not reached.is_set():
+            reached.set()
+            assert go.wait(60)
+        return "pass"
+
+    with server.proxy.judging(judge), ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ucformat.save, path, state(1), step=5)
+        assert reached.wait(60)
+        ucformat.save(path, state(2), step=5)
+        go.set()
+        with pytest.raises((ConflictError, ExistsError)):
+            slow.result()
+    assert bits(ucformat.open(path)["w"].read()) == bits(state(2)["w"])
+    names = [name for name in open_store(path).list("step-00000005") if name != "ucf.json"]
+    assert len(names) == 1  # the folder of the winner
+
+
+def test_old_steps_are_removed_with_few_requests(server: Server) -> None:
+    run = f"{server.bucket}/pruned"
+    for step in range(1, 7):
+        ucformat.save(run, {"x": step}, step=step)
+    with server.proxy.counting() as requests:
+        ucformat.save(run, {"x": 7}, step=7)
+        alone = len(requests)
+        ucformat.save(run, {"x": 8}, step=8, keep=2)
+        pruning = len(requests) - 2 * alone
+    assert ucformat.steps(run) == [7, 8]
+    assert pruning <= 6 * 14

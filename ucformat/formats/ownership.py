@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import secrets
 import socket
@@ -47,6 +48,8 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     identity: str = ""
     """Of the directory that is replaced, see `Store.identity`."""
     machine: str = ""
+    process: str = ""
+    """Who has written it, where the system can tell later whether that process still lives (see `this_process`)."""
     created: str = ""
     """UTC, ISO 8601."""
 
@@ -64,7 +67,7 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     def abandoned(self, store: Store) -> bool:
         """Whether it is old enough, if no living process is known to hold it."""
         if not store.holds:
-            return self.age_s >= ABANDONED_S
+            return self.age_s >= ABANDONED_S or (self.machine == this_machine() and has_ended(self.process))
         return self.machine == this_machine() or self.age_s >= ELSEWHERE_S
 
 
@@ -95,6 +98,28 @@ def this_machine() -> str:
         return socket.gethostname()
 
 
+def this_process() -> str:
+    """The number of this process, its start, and the namespace that numbers it. Empty where the system can't tell."""
+    return _process(os.getpid())
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process of this machine is known to have ended: one of another container may or may not."""
+    number, _, rest = process.partition(" ")
+    here = this_process()
+    if not here or not number.isdigit() or rest.rpartition(" ")[2] != here.rpartition(" ")[2]:
+        return False
+    return _process(int(number)) != process
+
+
+def _process(number: int) -> str:
+    try:
+        started = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        return f"{number} {started} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, IndexError):
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A marker of ours, held."""
@@ -122,7 +147,7 @@ class Claim:
     def done(self) -> None:
         """Remove the marker alone: what it vouched for is committed. Raises StorageError."""
         self.hold.release()
-        self.store.remove(self.marker.path)
+        self.store.remove_files([self.marker.path])
 
 
 def begin(
@@ -193,19 +218,10 @@ def remove_all(store: Store, token: str, *, keep_folder: bool = False) -> None:
     for name in store.list():
         if carries(name, token) and not is_marker(name):
             store.remove(name.rstrip("/"))
+    store.abort_uploads(token)
     store.remove(marker_path(token))
     if not keep_folder:
         store.remove_folder()
-
-
-def remove_files(store: Store, paths: Sequence[str]) -> None:
-    """Remove files, and the folders that they leave empty. Raises StorageError."""
-    folders: set[str] = set()
-    for path in paths:
-        store.remove(path)
-        folders.update(path.rsplit("/", n)[0] for n in range(1, path.count("/") + 1))
-    for folder in sorted(folders, key=len, reverse=True):
-        store.remove_folder(folder)
 
 
 def _now() -> str:

@@ -171,6 +171,7 @@ def _begins(attempt: Attempt, path: str) -> bool:
 
 def _clear(staging: Store) -> None:
     """Remove all but the marker."""
+    staging.abort_uploads()
     for name in staging.list():
         if name != MARKER:
             staging.remove(name.rstrip("/"))

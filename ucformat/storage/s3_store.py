@@ -13,7 +13,7 @@ from ucformat.errors import FormatError, MissingFileError, StorageError
 from ucformat.storage import s3_client
 from ucformat.storage.s3_client import ATTEMPTS, failure, is_absent
 from ucformat.storage.s3_upload import UPLOADS, S3Writer
-from ucformat.storage.store import Bytes, Store, Writer, safe_path
+from ucformat.storage.store import Bytes, Store, Writer, folders_of, safe_path
 
 SCHEMES = ("s3://", "s3a://")
 COPY_BYTES = 1 << 30  # what one request copies within the store: S3 takes up to 5 GiB, in parallel is faster
@@ -84,13 +84,18 @@ class S3Store(Store):
         return int(self._ask(path, "head_object", Key=self._key(path))["ContentLength"])
 
     def exists(self, path: str) -> bool:
-        try:
-            if self._key(path):
-                self.size(path)
-                return True
-        except MissingFileError:
-            pass
+        if self._is_file(path):
+            return True
         return bool(self._ask(path, "list_objects_v2", Prefix=self._folder(path), MaxKeys=1).get("KeyCount"))
+
+    def _is_file(self, path: str) -> bool:
+        if not self._key(path):
+            return False
+        try:
+            self.size(path)
+        except MissingFileError:
+            return False
+        return True
 
     def list(self, path: str = "") -> Sequence[str]:
         folder = self._folder(path)
@@ -158,7 +163,7 @@ class S3Store(Store):
 
     def put_if_absent(self, path: str, data: bytes, part: str = "") -> bool:
         """As the contract says. The server decides (If-None-Match), where it knows conditions."""
-        return not self.exists(path) and self._put_if(path, data, IfNoneMatch="*")
+        return not self._is_file(path) and self._put_if(path, data, IfNoneMatch="*")
 
     def put_if_unchanged(self, path: str, data: bytes, known: bytes, part: str = "") -> bool:
         """As the contract says. The server decides (If-Match), where it knows conditions."""
@@ -227,22 +232,24 @@ class S3Store(Store):
         below: Keys = []
         for page in self._pages(path, "list_objects_v2", Prefix=folder):
             below += [found["Key"] for found in page.get("Contents", ())]
-        # servers that lie on a file system have folders, which stay there empty: they are removed by their names, deepest first
-        folders = {key[:at] for key in below for at in range(len(folder), len(key)) if key[at] == "/"}
-        self._delete(path, [*below, *sorted(folders, reverse=True), *self._itself(path)])
+        folders = [found for found in folders_of(below) if found.startswith(folder)]
+        self._delete(path, [*below, *folders, *self._itself(path)])
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        self._delete("", [self._key(path) for path in (*paths, *folders_of(paths))])
+
+    def remove_folder(self, path: str = "") -> None:
+        """Nothing, but on servers that lie on a file system: there, folders stay when they are empty."""
+        if not self._ask(path, "list_objects_v2", Prefix=self._folder(path), MaxKeys=1).get("KeyCount"):
+            self._delete(path, self._itself(path))
 
     def _itself(self, path: str) -> Keys:
         """The key of a path that is to be removed; nothing where that is an object beside this store, of the same name."""
         key = self._key(path)
-        if path or not key:
-            return [key] if key else []
-        try:
-            self.size(path)
-        except MissingFileError:
-            return [key]
-        return []
+        return [key] if key and (path or not self._is_file(path)) else []
 
     def _delete(self, path: str, keys: Sequence[str]) -> None:
+        """Delete objects. Keys of folders, children first, make servers that lie on a file system remove those that are empty."""
         for first in range(0, len(keys), _DELETED):
             objects = [{"Key": key} for key in keys[first : first + _DELETED]]
             answer = self._ask(path, "delete_objects", Delete={"Objects": objects, "Quiet": True})
@@ -250,15 +257,10 @@ class S3Store(Store):
                 why = f"was not removed: {error.get('Message', '')} ({error['Code']})"
                 raise StorageError(f"s3://{self.bucket}/{error['Key']}", why)
 
-    def abort_uploads(self, path: str = "") -> None:
-        """Abort the uploads below a path that nobody has completed: killed writers leave them, invisible and paid for.
-
-        A writer that is still at it fails. Raises StorageError.
-        """
-        found = self._pages(path, "list_multipart_uploads", Prefix=self._folder(path))
-        _side_by_side(
-            lambda upload: self._abort(upload["Key"], upload["UploadId"]), [u for page in found for u in page.get("Uploads", ())]
-        )
+    def abort_uploads(self, token: str = "") -> None:
+        found = self._pages("", "list_multipart_uploads", Prefix=self._folder(""))
+        uploads = [upload for page in found for upload in page.get("Uploads", ()) if token in upload["Key"]]
+        _side_by_side(lambda upload: self._abort(upload["Key"], upload["UploadId"]), uploads)
 
     def _abort(self, key: str, upload: str) -> None:
         try:

@@ -178,6 +178,20 @@ class Store(ABC):
         if not self.list(path):
             self.remove(path)
 
+    def remove_files(self, paths: Sequence[str]) -> None:
+        """Remove files, and the folders that they leave empty. Raises StorageError."""
+        for path in paths:
+            self.remove(path)
+        for folder in folders_of(paths):
+            self.remove_folder(folder)
+
+    def abort_uploads(self, token: str = "") -> None:  # noqa: B027  # most stores have nothing like it
+        """Abort uploads below here that nobody has completed, of files that have `token` in their path; all by default.
+
+        Killed writers leave them on object stores, invisible and paid for. A writer that is still at it fails.
+        Raises StorageError.
+        """
+
     @abstractmethod
     def sub(self, path: str) -> Store:
         """The store of a directory inside this one."""
@@ -286,6 +300,11 @@ class Store(ABC):
         out = np.empty((self.size(path) if stop is None else stop) - start, dtype=np.uint8)
         self.read_into(path, start, out)
         return out.tobytes()
+
+
+def folders_of(paths: Sequence[str]) -> list[str]:
+    """The folders that files lie in, the deepest first."""
+    return sorted({path[:at] for path in paths for at, char in enumerate(path) if char == "/"}, key=len, reverse=True)
 
 
 def safe_path(path: str, file: str = "") -> str:

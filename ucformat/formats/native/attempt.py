@@ -326,7 +326,7 @@ def _remove_spare(store: Store, token: str, record: Record) -> None:
 def _remove_replaced(store: Store, marker: ownership.Marker, record: Record | None) -> None:
     """Remove the files that a marker says are replaced, but for those of the checkpoint that stands now."""
     kept = set() if record is None else set(files_of(record))
-    ownership.remove_files(store, [path for path in marker.replaces if path not in kept])
+    store.remove_files([path for path in marker.replaces if path not in kept])
 
 
 def clear(store: Store, *, lost: bool = False, own: str = "") -> list[str]:

@@ -60,8 +60,8 @@ def remove_step(run: Store, step: int) -> bool:
         return False
     claim = ownership.begin(store, "remove", replaces=files)  # if the rest is interrupted, others can go on with it
     try:
-        store.remove(MANIFEST)
-        ownership.remove_files(store, files)
+        store.remove_files([MANIFEST])
+        store.remove_files(files)
         claim.done()
     finally:
         claim.hold.release()
