@@ -80,7 +80,7 @@ def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Divis
     tree = b""
     with group.together("preparing the save"):
         tree = values.encode(collected.values)
-        brought = _bring(collected, tree, check_replicas)
+        brought = _bring(collected, tree, check_replicas and group.size > 1)
     assert brought is not None
     ranks = group.all_gather(brought)
     aliases = {alias: target for rank in ranks for alias, target in rank.aliases.items()}

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ucformat
 from tests.reshard.ranks import on_ranks
 from tests.reshard.state.test_megatron import sharded
+from ucformat.reshard import save
 from ucformat.reshard.state import replicas
 from ucformat.reshard.state.replicas import Offer, Offers, assign_writers, content_digest
 
@@ -207,6 +208,11 @@ def test_the_digest_is_that_of_the_elements_whatever_their_strides(monkeypatch: 
         assert content_digest(x) == content_digest(strided) == content_digest(x.to(torch.float64).to(torch.float32)) == whole
     assert content_digest(x.bfloat16()) != whole
     assert content_digest(torch.empty(0, 3)) == content_digest(torch.empty(0))
+
+
+def test_a_single_process_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "content_digest", pytest.fail)
+    ucformat.save(str(tmp_path / "ck"), {"model": nn.Linear(4, 4)})
 
 
 def buffers_of_an_expert() -> list[str]:
