@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import ucformat
 from tests.formats.deepspeed_fixtures import DATA, MORE, copy_of, edit, load, model_file, open_kind, optimizer_files
+from tests.formats.test_deepspeed import Net
 from ucformat.errors import FormatError
 from ucformat.formats.deepspeed.evidence import settle
 from ucformat.reshard.reading.lazy import read
@@ -72,6 +74,15 @@ def test_state_that_nothing_proves_keeps_its_numbers(run: Path) -> None:
     stored = {name.split("/")[1] for name in catalog.names if name.startswith("optimizer/")}
     assert stored == {"state"}
     assert any("nothing proves which is which" in remark for remark in catalog.notes.remarks)
+
+
+def test_numbered_state_loads_into_an_optimizer_that_lists_its_parameters_alike() -> None:
+    """Here the training script listed them in the order of the model, which only its author knows."""
+    net = Net()
+    adam = torch.optim.AdamW(net.parameters())
+    assert ucformat.load(str(DATA / "z0"), into={"model": net, "optimizer": adam}) == 3
+    for number, parameter in enumerate(net.parameters()):
+        assert torch.equal(adam.state[parameter]["exp_avg"], optimizer_of(DATA / "z0")["state"][number]["exp_avg"])
 
 
 def test_shapes_prove_names_when_no_two_parameters_have_the_same(tmp_path: Path) -> None:
