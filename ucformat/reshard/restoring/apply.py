@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ucformat import values
 from ucformat.errors import RankLocalError, UnsupportedError
 from ucformat.reshard.restoring import optimizers
-from ucformat.reshard.state import megatron, module, optimizer
+from ucformat.reshard.state import megatron, module, optimizer, own_methods
 from ucformat.reshard.state.assign import Pending, assign, is_stateful, pending
 from ucformat.reshard.state.leaf import is_tensor
 from ucformat.reshard.state.markers import RankLocalItem
@@ -105,7 +106,22 @@ class Putter:
                 module.put_extra_state(owner, nodes[fqn])
             elif module.extra_state(owner) is not None:
                 self.missing.append("/".join((*at, fqn)))
-        self._note_unused(nodes, found.extra, at)
+        for unit in found.units:
+            if self.dry:
+                self._look_at_unit(unit, nodes, at)
+            else:
+                module.put_unit(unit, nodes, found)
+        if not self.dry:
+            own_methods.after_load(found.after)
+        taken = {*found.extra, *(fqn for unit in found.units for fqn in unit.keys)}
+        self._note_unused({fqn: x for fqn, x in nodes.items() if not str(fqn).endswith(own_methods.VERSIONS)}, taken, at)
+
+    def _look_at_unit(self, unit: own_methods.Unit, nodes: Mapping[Any, Any], at: tuple[str, ...]) -> None:
+        for fqn, key in unit.keys.items():
+            if fqn in nodes:
+                self.fresh += (name for name in pending(nodes[fqn]) if name not in self.inplace)
+            elif not isinstance(unit.given[key], torch.Tensor):
+                self.missing.append("/".join((*at, fqn)))
 
     def _optimizers(self, items: list[optimizer.Named], node: Any, at: tuple[str, ...]) -> None:
         groups = node.get(optimizer.GROUPS) if isinstance(node, dict) else None

@@ -18,7 +18,7 @@ import torch
 
 from ucformat import values
 from ucformat.catalog import Catalog, TensorSpec
-from ucformat.errors import UnsupportedError, ValueConflictError
+from ucformat.errors import ShapeMismatchError, UnsupportedError, ValueConflictError
 from ucformat.group import Group
 from ucformat.reshard.reading.lazy import read_many
 from ucformat.reshard.restoring import by_position, optimizers
@@ -77,6 +77,7 @@ def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group |
             _prepare_optimizers(items, catalog, tree, walker)
         leaves, _ = walker.split()
         _drop_states(walker, leaves, catalog, tree)
+        remarks = (*remarks, *_leave_to_modules(walker, leaves, catalog))
     except Exception as caught:
         error = caught
     forget()
@@ -94,6 +95,7 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
     aliases = dict(walker.aliases)
     specs, pieces = make_pieces(leaves, aliases)
     names = {*(spec.name for spec in specs), *aliases}
+    _check_empty(specs, catalog)
     pieces = tuple(_writable(piece) for piece in _by_stored_name(pieces, aliases, catalog))
     twins = tuple(_twins(pieces, aliases, catalog))
     dry = Putter(walker, frozenset(names), partial(_read, catalog), dry=True)
@@ -102,7 +104,7 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
         pieces=(*pieces, *(piece for piece, _ in twins)),
         fresh=tuple(sorted(set(dry.fresh) - names)),
         names=frozenset(names | set(dry.fresh) | set(dry.others)),
-        missing=tuple(dry.missing),
+        missing=(*dry.missing, *_missing_empty(specs, aliases, catalog)),
         unused=tuple(dry.unused),
         remarks=tuple(dry.remarks),
         state=state,
@@ -173,6 +175,39 @@ def _drop_states(walker: Walker, leaves: Leaves, catalog: Catalog, tree: object)
         for name in [n for n in leaves if n not in stored and n.startswith(item.key + "/")]:
             if name[: name.index("/", len(item.key) + 1) + 1] in gone:
                 del leaves[name]
+
+
+def _leave_to_modules(walker: Walker, leaves: Leaves, catalog: Catalog) -> list[str]:
+    """Take out what modules see to: tensors that their own loading may resize, and buffers that older files lack."""
+    remarks = []
+    stored = set(catalog.names)
+    for found in walker.found.values():
+        for unit in (unit for unit in found.units if unit.adapts):
+            for name in (values.join_name(*found.at, fqn) for fqn in unit.keys):
+                if name in leaves and name in stored and catalog.spec(name).shape != leaves[name][0].shape:
+                    del leaves[name]
+        absent = [name for name in (values.join_name(*found.at, fqn) for fqn in sorted(found.optional)) if name not in stored]
+        absent = [name for name in absent if name in leaves and values.join_name(*found.at) not in stored]
+        if absent:
+            remarks.append(f"not stored, as before torch 0.4.1, and left as they are: {', '.join(absent[:8])}")
+        for name in absent:
+            del leaves[name]
+    return remarks
+
+
+def _check_empty(specs: Iterable[TensorSpec], catalog: Catalog) -> None:
+    """Compare the shapes of tensors without elements, of which nothing is read. Raises ShapeMismatchError."""
+    stored = set(catalog.names)
+    for spec in specs:
+        if 0 in spec.shape and spec.name in stored and catalog.spec(spec.name).shape != spec.shape:
+            raise ShapeMismatchError(spec.name, catalog.spec(spec.name).shape, spec.shape)
+
+
+def _missing_empty(specs: Iterable[TensorSpec], aliases: Mapping[str, str], catalog: Catalog) -> list[str]:
+    """Names of tensors without elements that are not stored: pieces tell of all others."""
+    stored = set(catalog.names)
+    tied = {target for alias, target in aliases.items() if alias in stored}
+    return [spec.name for spec in specs if 0 in spec.shape and spec.name not in stored and spec.name not in tied]
 
 
 def _fit(leaves: Leaves, catalog: Catalog) -> list[torch.Tensor]:

@@ -44,6 +44,8 @@ class FlatParameter:
     parameter: torch.Tensor
     items: tuple[FlatItem, ...]
     aliases: dict[str, str]
+    modules: frozenset[int]
+    """`id` of the modules that the parameters belong to."""
 
 
 def known(name: str) -> tuple[Any, ...]:
@@ -104,7 +106,7 @@ def flat_parameters(module: nn.Module) -> Iterator[FlatParameter]:
                 placed = whole(shape)
             own = Leaf(shape, local.dtype, ((original.detach(), placed),))
         items.append(FlatItem(fqn, Leaf(shape, local.dtype, ((local, part),)), original, own))
-    yield FlatParameter(parameter, tuple(items), _tied(parameter))
+    yield FlatParameter(parameter, tuple(items), _tied(parameter), frozenset(id(info.module) for info in parameter._param_infos))
 
 
 def _refuse_unusual(parameter: Any, i: int, fqn: str) -> None:

@@ -130,7 +130,7 @@ class Walker:
         modules = as_modules(x)
         if modules is None:
             return is_leafy(x)
-        found = module.find(modules, ".".join(at))
+        found = module.find(modules, at, loading=self.loading)
         self.found[id(x)] = found
         self.owners.update(found.owners)
         for alias, target in found.aliases.items():
@@ -203,6 +203,8 @@ class Walker:
         out: dict[str, object] = dict(found.leaves)
         if not self.loading:
             out.update((fqn, self.node(module.extra_state(owner), (*at, fqn))) for fqn, owner in found.extra.items())
+            for unit in found.units:
+                out.update((fqn, self.node(exact(x), (*at, fqn))) for fqn, x in module.unit_values(unit).items())
         return out
 
     def _optimizers(self, items: list[optimizer.Named]) -> dict[str, object]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ucformat.reshard.state import fsdp
+from ucformat.reshard.state import fsdp, own_methods
 from ucformat.reshard.state.optimizer import goes_through_state_dict
 from ucformat.reshard.state.walk import as_modules, as_optimizers, is_leafy
 
@@ -108,7 +108,7 @@ def _module(module: nn.Module, found: Survey) -> None:
     kind = type(module)
     if (
         kind._save_to_state_dict is not _SAVE
-        or "_save_to_state_dict" in module.__dict__
+        or own_methods.is_unit(module, root=True)
         or issubclass(kind, fsdp.known("FullyShardedDataParallel"))
     ):
         raise UnfamiliarError(kind)
