@@ -164,7 +164,7 @@ def resume(trainer: Trainer, args: argparse.Namespace) -> int:
     """Load the newest checkpoint onto this layout; the step it was saved at."""
     rng = rank_rng()
     began = time.perf_counter()
-    step = ucformat.load(args.resume_from, into=trainer.state(rng)) or 0
+    step = ucformat.load(args.resume_from, into=trainer.state(rng)).step or 0
     torch.set_rng_state(rng.value)
     report(trainer, "resumed", step=step, seconds=round(time.perf_counter() - began, 3))
     if args.digests:

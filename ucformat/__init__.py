@@ -1,7 +1,8 @@
 """ucformat: checkpoints that load onto any layout, and a converter between formats.
 
 ucformat.save("runs/a", state, step=100, keep=3)     # every rank calls; committed or absent
-step = ucformat.load("runs/a", into=state)           # newest committed step, onto the layout `state` has now
+report = ucformat.load("runs/a", into=state)         # newest committed step, onto the layout `state` has now
+report = ucformat.resume("runs/a", into=state)       # the same, or None when there is nothing yet
 ucformat.open("runs/a")["model/wte.weight"][0:8]     # reads just these bytes
 ucformat.convert("runs/a", "out", to="hf")
 snap = ucformat.Snapshotter(state, directory="/dev/shm/run")   # keeps every step in memory, see docs/snapshots.md
@@ -13,10 +14,14 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from ucformat.api import convert, load, open, save, steps  # noqa: A004  # the verb that users expect
+    from ucformat.api import convert, diff, latest, load, open, resume, save, steps, verify  # noqa: A004  # the verb that users expect
+    from ucformat.reshard.convert import ConvertReport
+    from ucformat.reshard.diff import Diff
+    from ucformat.reshard.load import LoadReport
     from ucformat.reshard.reading.lazy import Checkpoint, LazyTensor
     from ucformat.reshard.state.hf_names import hf_state
     from ucformat.reshard.state.markers import FlatShard, RankLocalItem, Shard, rank_local
+    from ucformat.reshard.verify import Verification
     from ucformat.snapshot.keeper.handoff import Persist
     from ucformat.snapshot.snapshotter import Snapshotter
     from ucformat.values.codec import Opaque, RankLocal
@@ -24,9 +29,17 @@ if TYPE_CHECKING:
 __all__ = [
     "save",
     "load",
+    "resume",
     "open",
     "convert",
     "steps",
+    "latest",
+    "verify",
+    "diff",
+    "LoadReport",
+    "ConvertReport",
+    "Verification",
+    "Diff",
     "hf_state",
     "Shard",
     "FlatShard",
@@ -42,7 +55,11 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("convert", "load", "open", "save", "steps"), "api"),
+    **dict.fromkeys(("convert", "diff", "latest", "load", "open", "resume", "save", "steps", "verify"), "api"),
+    "LoadReport": "reshard.load",
+    "ConvertReport": "reshard.convert",
+    "Verification": "reshard.verify",
+    "Diff": "reshard.diff",
     **dict.fromkeys(("Checkpoint", "LazyTensor"), "reshard.reading.lazy"),
     **dict.fromkeys(("FlatShard", "RankLocalItem", "Shard", "rank_local"), "reshard.state.markers"),
     "hf_state": "reshard.state.hf_names",

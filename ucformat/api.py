@@ -1,33 +1,42 @@
-"""The verbs that users call: `save`, `load`, `open`, `convert`. Re-exported by `ucformat`."""
+"""The verbs that users call: `save`, `load`, `resume`, `open`, `convert`, `verify`, `diff`. Re-exported by `ucformat`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+import operator
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
 
+import torch
 import torch.distributed as dist
 
 from ucformat import formats, values
-from ucformat.catalog import Catalog
 from ucformat.errors import ExistsError, NotACheckpointError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.native.manifest import MANIFEST
-from ucformat.formats.source import Source, locate
 from ucformat.group import current
+from ucformat.naming import Rename, rename_catalog
+from ucformat.reshard import diff as differences
+from ucformat.reshard import verify as verifying
 from ucformat.reshard.convert import convert
-from ucformat.reshard.load import LoadOptions, load_state
+from ucformat.reshard.load import LoadOptions, LoadReport, load_state
 from ucformat.reshard.reading.lazy import Checkpoint, read_many
+from ucformat.reshard.restoring.accounting import EVERYTHING, NameRules
 from ucformat.reshard.save import SaveOptions, save_state
+from ucformat.reshard.selection.select import expect_matches, narrow
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
-__all__ = ["convert", "load", "open", "save"]
-_LOG = logging.getLogger(__name__)
+__all__ = ["convert", "diff", "latest", "load", "open", "resume", "save", "steps", "verify"]
+_LOG = logging.getLogger("ucformat")
+
+StrPath = str | os.PathLike[str]
+"""A local path or any fsspec URL."""
 
 
 def save(
-    path: str,
+    path: StrPath,
     state: Mapping[str, object],
     *,
     step: int | None = None,
@@ -53,9 +62,10 @@ def save(
     disagree, StorageError, and RankFailedError when a rank died. Every rank raises the same. Then nothing was committed.
     """
     if keep is not None and keep < 1:
-        raise ValueError("keep is at least 1: the newest checkpoint always stays")
+        raise ValueError("keep must be at least 1: the newest checkpoint always stays")
+    step = None if step is None else checked_step(step)
     group = current(process_group)
-    run = open_store(path)
+    run = open_store(os.fspath(path))
     store = run if step is None else run.sub(native.step_name(step))
     if step is not None:
         with group.together(f"preparing {store.url}"):
@@ -92,78 +102,204 @@ def _tidy(run: Store, step: int, keep: int | None) -> None:
 
 
 @overload
-def load(path: str, into: None = None, *, step: int | None = ..., verify: bool = ...) -> dict[str, object]: ...
+def load(
+    path: StrPath,
+    into: None = None,
+    *,
+    step: int | None = ...,
+    select: Sequence[str] = ...,
+    rename: Rename | None = ...,
+    device: torch.device | str = ...,
+    verify: bool = ...,
+    on_bytes: Callable[[int], None] | None = ...,
+) -> dict[str, object]: ...
 @overload
 def load(
-    path: str,
+    path: StrPath,
     into: MutableMapping[str, Any],
     *,
     step: int | None = ...,
     strict: bool = ...,
+    allow_missing: Sequence[str] = ...,
+    allow_unexpected: Sequence[str] = ...,
+    rename: Rename | None = ...,
     cast: bool = ...,
     verify: bool = ...,
     process_group: dist.ProcessGroup | None = ...,
     on_bytes: Callable[[int], None] | None = ...,
-) -> int | None: ...
+) -> LoadReport: ...
 def load(
-    path: str,
+    path: StrPath,
     into: MutableMapping[str, Any] | None = None,
     *,
     step: int | None = None,
     strict: bool = True,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    select: Sequence[str] = (),
+    rename: Rename | None = None,
+    device: torch.device | str = "cpu",
     cast: bool = False,
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] | None = None,
-) -> dict[str, object] | int | None:
-    """Load a checkpoint of any format and any layout. `path` is one, or a run directory: then its newest committed step.
+) -> dict[str, object] | LoadReport:
+    """Load a checkpoint of any format and any layout.
 
-    With `into`, the state is restored in place, onto whatever layout it has now, and the checkpoint's step (or None) is
-    returned; every rank of the process group calls it, and each reads just what it needs. Optimizers need no state yet.
-    `strict`: names in `into` that are not stored, or stored and not in `into`, are an error. `cast`: stored dtypes may
-    differ from the live ones.
+    With `into`, restores the state in place, onto whatever layout it has now, and returns a `LoadReport`. Every rank of the
+    process group calls it, and each reads just what it needs. Optimizers need no state yet. Without `into`, returns the whole
+    state as a nest of dicts; rank-local items come as `ucformat.RankLocal`.
 
-    Without `into`, the whole state as a nest of dicts with CPU tensors. Rank-local items come as `values.RankLocal`.
+    Args:
+        path: A checkpoint, or a run directory: then its newest committed step.
+        into: The state to restore, as `save` takes it.
+        step: That step of the run directory `path`.
+        strict: Raise NamesMismatchError for names in `into` that are not stored, and stored names that are not in `into`.
+            With False they are reported and logged; it is still an error when no name is in both.
+        allow_missing: Globs over names in `into` that need not be stored (`model/lora_*`); they stay as they are.
+        allow_unexpected: Globs over stored names that `into` need not have; they are not loaded.
+        select: Without `into`: globs over the names to load (`model/*`); all by default.
+        rename: From stored names to those wanted: a function, or regular expressions and replacements, as in `re.sub`.
+            What wrappers add to names (`module.`, `_orig_mod.`, …) is matched without it.
+        device: Without `into`: where the tensors are put.
+        cast: Convert stored dtypes to those of `into`.
+        verify: Compare checksums while reading.
+        process_group: The ranks that load together; all by default.
+        on_bytes: Called with the number of bytes just read, from any thread.
 
-    Raises NotACheckpointError; before any tensor is read or changed NamesMismatchError, ShapeMismatchError,
-    DTypeMismatchError, CoverageError, RankLocalError; ChecksumError, FormatError, StorageError while reading (the state
-    is then partly restored and must not be used).
+    A pattern that matches no name at all is an error.
+
+    Raises:
+        MissingFileError, NotACheckpointError: Nothing is there, or no checkpoint.
+        NamesMismatchError, ShapeMismatchError, DTypeMismatchError, CoverageError, RankLocalError, UnsupportedError: It does
+            not fit; nothing was changed.
+        ChecksumError, FormatError, StorageError: While reading; the state is then partly restored: don't use it.
+
     """
-    where = path if step is None else f"{path.rstrip('/')}/{native.step_name(step)}"
+    where = _at(path, step)
     if into is None:
-        return _load_all(formats.open_catalog(where), verify=verify)
-    group = current(process_group)
-    with group.together(f"opening {where}"):
-        where = _newest(where) if group.rank == 0 else where
-    where = group.broadcast(where)
-    return load_state(where, into, LoadOptions(strict, cast, verify, on_bytes), group)
+        return _load_all(where, select, rename, torch.device(device), verify=verify, on_bytes=on_bytes)
+    if select:
+        raise ValueError("select is for loading without into: leave keys out of `into`, and pass allow_unexpected=[...]")
+    rules = NameRules(allow_missing, allow_unexpected) if strict else NameRules(EVERYTHING, EVERYTHING)
+    options = LoadOptions(rules, rename, cast, verify, on_bytes)
+    return load_state(where, into, options, current(process_group))
 
 
-def _newest(path: str) -> str:
-    """The checkpoint that a run directory means now, so that all ranks load the same one."""
-    source = locate(path)
-    return native.find(source).url if formats.detect(source) is native and source.file is None else path
+def resume(
+    path: StrPath,
+    into: MutableMapping[str, Any],
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    rename: Rename | None = None,
+    cast: bool = False,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> LoadReport | None:
+    """Load the newest checkpoint of a run into `into` if there is one, else return None: the first line of a training loop.
+
+    None only when `path` does not exist or holds no committed checkpoint. What is damaged, unreadable, does not fit, or is no
+    checkpoint that ucformat reads raises what `load` raises. Every rank of the process group calls it; rank 0 decides.
+    """
+    group, where = current(process_group), _at(path, None)
+    found = False
+    with group.together(f"looking for a checkpoint at {where}"):
+        found = group.rank == 0 and formats.is_there(where)
+    if not group.broadcast(found):
+        _LOG.info("%s: nothing to resume from", where)
+        return None
+    rules = NameRules(allow_missing, allow_unexpected)
+    return load_state(where, into, LoadOptions(rules, rename, cast, verify, on_bytes), group)
 
 
-def _load_all(catalog: Catalog, *, verify: bool) -> dict[str, object]:
+def _load_all(
+    where: str,
+    select: Sequence[str],
+    rename: Rename | None,
+    device: torch.device,
+    *,
+    verify: bool,
+    on_bytes: Callable[[int], None] | None,
+) -> dict[str, object]:
+    catalog = formats.open_catalog(where)
+    catalog = catalog if rename is None else rename_catalog(catalog, rename)
+    if select:
+        expect_matches(select, [catalog], where, values=True)
+        catalog = narrow(catalog, select, ())
     names = [spec.name for spec in catalog.tensors]
-    tensors = dict(zip(names, read_many(catalog, [(name, None) for name in names], verify=verify), strict=True))
+    read = read_many(catalog, [(name, None) for name in names], verify=verify, on_bytes=on_bytes)
+    tensors = {name: tensor.to(device) for name, tensor in zip(names, read, strict=True)}
     tensors.update({alias: tensors[target] for alias, target in catalog.aliases.items()})
     tree = values.join(catalog.values, tensors)
     if not isinstance(tree, dict):
         raise NotACheckpointError(catalog.store.url, "its state is no dict")
+    for remark in catalog.notes.remarks:
+        _LOG.warning("%s: %s", where, remark)
     return tree
 
 
-def open(path: str, *, step: int | None = None) -> Checkpoint:  # noqa: A001  # the verb that users expect
+def open(path: StrPath, *, step: int | None = None) -> Checkpoint:  # noqa: A001  # the verb that users expect
     """Open a checkpoint of any format: a mapping from names to lazy tensors. Reads metadata only.
 
     `open(path)["model/layers.0.wq.weight"][0:8]` reads just those rows. Raises NotACheckpointError, MissingFileError,
     FormatError, VersionError, UnsupportedError.
     """
-    return Checkpoint(formats.open_catalog(path if step is None else f"{path.rstrip('/')}/{native.step_name(step)}"))
+    return Checkpoint(formats.open_catalog(_at(path, step)))
 
 
-def steps(path: str) -> list[int]:
-    """Committed steps of a run directory, ascending."""
-    return native.committed_steps(Source(open_store(path)).store)
+def steps(path: StrPath) -> list[int]:
+    """Committed steps of a run directory, ascending; empty when there is none."""
+    return native.committed_steps(open_store(os.fspath(path)))
+
+
+def latest(path: StrPath) -> int | None:
+    """The newest committed step of a run directory, which `load` takes; None when there is none."""
+    return formats.open_catalog(os.fspath(path)).notes.step if steps(path) else None
+
+
+def verify(path: StrPath, *, step: int | None = None, on_bytes: Callable[[int], None] | None = None) -> verifying.Verification:
+    """Read a checkpoint of any format whole and compare its checksums. `.ok` says whether all is well, `.damage` where it isn't.
+
+    `on_bytes` is called with the number of bytes just read. Raises what `open` raises.
+    """
+    return verifying.verify(formats.open_catalog(_at(path, step)), on_bytes)
+
+
+def diff(
+    a: StrPath,
+    b: StrPath,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ignore_dtype: bool = False,
+    values: bool = True,
+    on_bytes: Callable[[int], None] | None = None,
+) -> differences.Diff:
+    """Compare two checkpoints of any formats and layouts: names, dtypes, shapes, bytes and `values`; `.equal` is the verdict.
+
+    With `rtol` or `atol`, numbers within the tolerance are equal, as in `torch.isclose`. With `ignore_dtype`, numbers of
+    different dtypes are compared. `on_bytes` is called with the number of bytes just compared.
+
+    Raises what `open` raises, and ChecksumError, FormatError and StorageError while reading.
+    """
+    tolerance = differences.Tolerance(atol, rtol) if atol or rtol else None
+    left, right = formats.open_catalog(_at(a, None)), formats.open_catalog(_at(b, None))
+    return differences.diff(left, right, tolerance=tolerance, any_dtype=ignore_dtype, values=values, on_bytes=on_bytes)
+
+
+def _at(path: StrPath, step: int | None) -> str:
+    """The path or URL of a checkpoint, or of a step of a run. Raises TypeError and ValueError for a step that is none."""
+    where = os.fspath(path)
+    return where if step is None else f"{where.rstrip('/')}/{native.step_name(checked_step(step))}"
+
+
+def checked_step(step: object) -> int:
+    """A step as a plain int. Raises TypeError for what is no integer (True, 8.0), ValueError for a negative one."""
+    if isinstance(step, bool):
+        raise TypeError("step must be an integer, not a bool")
+    number = operator.index(step)  # type: ignore[arg-type]  # says itself what it does not take
+    if number < 0:
+        raise ValueError(f"step must be at least 0, not {number}")
+    return number

@@ -193,9 +193,9 @@ class DTypeMismatchError(UcformatError):
 class NamesMismatchError(UcformatError):
     """Target and checkpoint do not hold the same names."""
 
-    def __init__(self, path: str, missing: Sequence[str], unexpected: Sequence[str], hint: str = "") -> None:
-        self.path, self.missing, self.unexpected, self.hint = path, tuple(missing), tuple(unexpected), hint
-        parts = []
+    def __init__(self, path: str, missing: Sequence[str], unexpected: Sequence[str], hint: str = "", why: str = "") -> None:
+        self.path, self.missing, self.unexpected, self.hint, self.why = path, tuple(missing), tuple(unexpected), hint, why
+        parts = [why] if why else []
         if missing:
             parts.append(f"wanted but not stored: {_names(self.missing)}")
         if unexpected:

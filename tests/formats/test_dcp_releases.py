@@ -33,7 +33,7 @@ def test_it_loads_into_a_live_model_and_optimizer(tmp_path: Path) -> None:
     model.register_buffer("count", torch.tensor(0))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "step": 0, "misc": {}}
-    assert ucformat.load(str(DATA / "torch-2.4.1-fsdp1"), into=state) == 5
+    assert ucformat.load(str(DATA / "torch-2.4.1-fsdp1"), into=state).step == 5
     assert optimizer.param_groups[0]["lr"] == 0.1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, truth[f"model/{name}"])

@@ -281,7 +281,7 @@ def test_a_zero_run_goes_on_in_plain_torch(kind: str) -> None:
     params = list(net.parameters())
     split = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]] if "two" in kind else [params]
     adam = torch.optim.AdamW([{"params": part, "lr": 1.0} for part in split])
-    assert ucformat.load(str(DATA / kind), into={"model": net, "optimizer": adam}) == 3
+    assert ucformat.load(str(DATA / kind), into={"model": net, "optimizer": adam}).step == 3
     assert torch.equal(net.get_buffer("scale"), torch.tensor([1.5]))
     assert [group["lr"] for group in adam.param_groups] == [0.01, 0.005][: len(split)]
     for name, parameter in net.named_parameters():
@@ -308,7 +308,7 @@ def test_a_module_in_fp32_goes_on_from_the_master_weights(kind: str, through: st
         src = str(tmp_path / "out")
     net, expected = Net(), states_of(kind)
     adam = torch.optim.AdamW(net.parameters())
-    assert ucformat.load(src, into={"model": net, "optimizer": adam}) == 3
+    assert ucformat.load(src, into={"model": net, "optimizer": adam}).step == 3
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter.detach(), expected[f"optimizer/{name}/fp32"])
         assert torch.equal(adam.state[parameter]["exp_avg"], expected[f"optimizer/{name}/exp_avg"])
@@ -325,7 +325,7 @@ def test_a_module_in_bf16_goes_on_from_its_own_weights_and_says_so(
     with pytest.raises(DTypeMismatchError, match=r"exp_avg.*stored as F32, wanted as BF16"):
         ucformat.load(str(DATA / "z1bf16"), into={"model": net, "optimizer": adam})
     assert not caplog.records
-    assert ucformat.load(str(DATA / "z1bf16"), into={"model": net, "optimizer": adam}, cast=True) == 3
+    assert ucformat.load(str(DATA / "z1bf16"), into={"model": net, "optimizer": adam}, cast=True).step == 3
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter.detach(), masters[f"optimizer/{name}/fp32"].bfloat16())
     assert "8 weights (model/emb.weight…) go on from their rounded values" in caplog.text

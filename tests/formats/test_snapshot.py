@@ -240,7 +240,7 @@ def test_a_training_state_is_restored_by_load(home: Path) -> None:
     state = _training(1)
     _snapshot(home, state, 1)
     other = _training(2)
-    assert ucformat.load(str(home), into=other) == 1
+    assert ucformat.load(str(home), into=other).step == 1
     for mine, found in zip(collect(state).pieces, collect(other).pieces, strict=True):
         assert bits(mine.view) == bits(found.view), mine.spec.name
     assert values.encode(collect(other).values) == values.encode(collect(state).values)

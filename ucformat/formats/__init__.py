@@ -7,14 +7,17 @@ write one file and list it here.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from ucformat.catalog import Catalog
-from ucformat.errors import NotACheckpointError, UnsupportedError
+from ucformat.errors import MissingFileError, NotACheckpointError, UnsupportedError
 from ucformat.formats import strangers
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
+
+_LOG = logging.getLogger("ucformat")
 
 READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "fsdp_folders", "hf", "hf_bin", "torchsave")
 """Modules that recognise checkpoints, the most specific first."""
@@ -41,6 +44,28 @@ def detect(source: Source) -> ModuleType:
         raise NotACheckpointError(source.url, known)
     known = ", ".join(_module(name).NAME for name in READERS)
     raise NotACheckpointError(source.url, f"no reader recognises it (known: {known})")
+
+
+def is_there(url: str) -> bool:
+    """Whether a path or URL holds a checkpoint, or a run with a committed one.
+
+    False when nothing is there, or only what no reader and nobody else knows as a checkpoint: the log says what. Raises
+    NotACheckpointError for checkpoints that ucformat does not read, and StorageError.
+    """
+    try:
+        source = locate(url)
+    except MissingFileError:
+        return False
+    if strangers.describe(source) is None and not any(_module(name).detect(source) for name in READERS):
+        shown = ", ".join(source.store.list()[:5])
+        _LOG.warning("%s: taken for a place without a checkpoint, since no reader recognises what is there (%s…)", url, shown)
+        return False
+    reader = detect(source)
+    if reader.NAME != "native":
+        return True
+    from ucformat.formats import native
+
+    return source.file is not None or native.is_committed(source.store) or bool(native.committed_steps(source.store))
 
 
 def open_catalog(url: str) -> Catalog:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 
@@ -29,16 +29,21 @@ def read(catalog: Catalog, name: str, box: Box | None = None, *, verify: bool = 
 
 
 def read_many(
-    catalog: Catalog, wanted: Sequence[tuple[str, Box | None]], *, verify: bool = True, threads: int | None = None
+    catalog: Catalog,
+    wanted: Sequence[tuple[str, Box | None]],
+    *,
+    verify: bool = True,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Several boxes at once, in one plan."""
+    """Several boxes at once, in one plan. `on_bytes` is called with the number of bytes just read, from any thread."""
     columns = wants(catalog, wanted)
     planned = plan(catalog, columns)
     out = []
     for index, length in zip(columns.tensor, columns.length, strict=True):
         spec = catalog.tensors[index]
         out.append(spec.kind.empty(length[: len(spec.shape)].tolist()))
-    execute(planned, out, verify=verify, threads=threads)
+    execute(planned, out, verify=verify, threads=threads, on_bytes=on_bytes)
     return out
 
 

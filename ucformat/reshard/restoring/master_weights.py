@@ -7,7 +7,6 @@ and has no place for the master. So does a conversion: weights that change their
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from ucformat.reshard.state.optimizer import MASTER
 from ucformat.reshard.state.walk import Piece
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
-_LOG = logging.getLogger(__name__)
 
 
 def from_masters(pieces: Sequence[Piece], catalog: Catalog) -> list[Piece]:
@@ -104,8 +102,8 @@ def placeless(used: Collection[str], catalog: Catalog) -> Iterator[str]:
             yield master
 
 
-def tell(pieces: Sequence[Piece], wanted: Collection[str], catalog: Catalog) -> None:
-    """Log once that weights continue from their rounded images, if they do."""
+def rounded(pieces: Sequence[Piece], wanted: Collection[str], catalog: Catalog) -> list[str]:
+    """A remark when weights continue from their rounded images."""
     lost = {
         piece.spec.name
         for piece in pieces
@@ -113,9 +111,10 @@ def tell(pieces: Sequence[Piece], wanted: Collection[str], catalog: Catalog) -> 
         and master not in wanted
         and catalog.spec(master).dtype != piece.spec.dtype
     }
-    if lost:
-        example = min(lost)
-        _LOG.warning(
-            "%s: %d weights (%s…) go on from their rounded values: this state has no place for the master weights (%s)",
-            catalog.store.url, len(lost), example, master_of(example, catalog),
-        )  # fmt: skip
+    if not lost:
+        return []
+    example = min(lost)
+    count = f"{len(lost)} weights ({example}…)"
+    return [
+        f"{count} go on from their rounded values: this state has no place for the master weights ({master_of(example, catalog)})"
+    ]
