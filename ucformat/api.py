@@ -256,7 +256,7 @@ def steps(path: StrPath) -> list[int]:
 
 def latest(path: StrPath) -> int | None:
     """The newest committed step of a run directory, which `load` takes; None when there is none."""
-    return formats.open_catalog(os.fspath(path)).notes.step if steps(path) else None
+    return native.newest_step(open_store(os.fspath(path)))
 
 
 def verify(path: StrPath, *, step: int | None = None, on_bytes: Callable[[int], None] | None = None) -> verifying.Verification:

@@ -65,7 +65,7 @@ def is_there(url: str) -> bool:
         return True
     from ucformat.formats import native
 
-    return source.file is not None or native.is_committed(source.store) or bool(native.committed_steps(source.store))
+    return source.file is not None or native.is_committed(source.store) or native.newest_step(source.store) is not None
 
 
 def open_catalog(url: str) -> Catalog:
