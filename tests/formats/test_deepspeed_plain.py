@@ -80,7 +80,7 @@ def test_numbered_state_loads_into_an_optimizer_that_lists_its_parameters_alike(
     """Here the training script listed them in the order of the model, which only its author knows."""
     net = Net()
     adam = torch.optim.AdamW(net.parameters())
-    assert ucformat.load(str(DATA / "z0"), into={"model": net, "optimizer": adam}) == 3
+    assert ucformat.load(str(DATA / "z0"), into={"model": net, "optimizer": adam}).step == 3
     for number, parameter in enumerate(net.parameters()):
         assert torch.equal(adam.state[parameter]["exp_avg"], optimizer_of(DATA / "z0")["state"][number]["exp_avg"])
 
