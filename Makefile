@@ -8,7 +8,7 @@ CODE   := ucformat tests benchmarks examples specs
 # Many small worker processes share few cores: one thread each is fastest.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check format test demo bench clean
+.PHONY: help setup check format test campaign demo bench clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ format: $(READY) ## apply formatting and safe lint fixes
 
 test: $(READY) ## all tests, on 2 processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+campaign: $(READY) ## kills, damage, hostile input, I/O errors, races: SECONDS=3600 SEED=1 ONLY=kills
+	$(BIN)/python -m tests.campaigns --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY))
 
 demo: $(READY) ## the main job on real input, ending in a table of what was proven
 	$(BIN)/python -m examples.demo

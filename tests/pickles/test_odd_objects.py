@@ -25,6 +25,14 @@ class Colour(enum.Enum):
     GREEN = 2
 
 
+class Outer:
+    class Inner:
+        """A class within a class: Python pickles it as getattr(Outer, "Inner")."""
+
+        def __init__(self) -> None:
+            self.x = 1
+
+
 class Node:
     """Refers to its parent, as the nodes of omegaconf do."""
 
@@ -43,6 +51,8 @@ def tree_of_nodes() -> Node:
 
 
 ODD: dict[str, Any] = {
+    "object of a class within a class": Outer.Inner(),
+    "class within a class": Outer.Inner,
     "partial": functools.partial(max, 1),
     "bound method": Node().method,
     "bound method of a plain value": "x".upper,
@@ -167,6 +177,14 @@ def test_a_tensor_made_of_others_is_stored_by_its_inner_tensors(tmp_path: Path) 
     assert len(inner) == 2
     with pytest.raises(UnsupportedError, match="Wrapped"):
         opened["model/w"]
+
+
+def test_an_odd_tensor_in_a_bare_state_dict_leaves_the_others_their_names(tmp_path: Path) -> None:
+    torch.save({"a.w": torch.ones(1), "a.odd": Wrapped(torch.ones(2), torch.ones(1))}, tmp_path / "x.pt")
+    opened = ucformat.open(str(tmp_path / "x.pt"))
+    assert "model/a.w" in opened
+    with pytest.raises(UnsupportedError, match="Wrapped"):
+        opened["model/a.odd"]
 
 
 def test_dicts_that_contain_themselves_are_read(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def unseal(data: bytes, file: str) -> bytes:
     """
     try:
         envelope = msgspec.json.decode(data, type=Envelope)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
     if envelope.ucf.split(".", 1)[0] != VERSION.split(".", 1)[0]:
         raise VersionError(file, envelope.ucf, VERSION)

@@ -58,7 +58,7 @@ def _backend(store: Store) -> str | None:
         return None
     try:
         found = json.loads(store.read("metadata.json"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     return backend if isinstance(backend, str) else None

@@ -186,7 +186,7 @@ def markers(store: Store, names: Iterable[str] | None = None) -> list[Marker]:
             marker = msgspec.json.decode(unseal(store.read(name), where), type=Marker)
         except MissingFileError:
             continue  # finished meanwhile
-        except (UcformatError, msgspec.DecodeError) as error:
+        except (UcformatError, msgspec.DecodeError, RecursionError) as error:
             _LOG.warning("%s: ignored, as it can't be read: %s", where, error)
             continue
         if marker.token == match[1]:

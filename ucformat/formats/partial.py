@@ -180,5 +180,5 @@ def _clear(staging: Store) -> None:
 def _read(staging: Store) -> Marker:
     try:
         return msgspec.json.decode(staging.read(MARKER), type=Marker)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return Marker()  # half written, where uploads are visible before they are complete: nothing was removed yet

@@ -184,7 +184,10 @@ def _model_in_place(top: Nest, names: set[str], is_tensor: Callable[[object], bo
         if isinstance(top.get(key), dict):
             top["model"], outer["model"] = top.pop(key), key
             return
-    bare = [key for key, value in top.items() if is_tensor(value)]
+    # one that can't be read as a tensor (a sparse or quantised one, say) is still one of the model's
+    bare = [key for key, value in top.items() if is_tensor(value) or (isinstance(value, Opaque) and "." in str(key))]
+    if not any(is_tensor(top[key]) for key in bare):
+        return
     beside = names and names <= set(bare)
     alone = len(bare) == len(top) and any("." in str(key) for key in bare)
     if beside or alone:

@@ -18,6 +18,8 @@ class InertType(type):
     """Type of the stand-in classes. Sealed, so that a pickle cannot change one for the next reader."""
 
     class_name: str
+    owner_name: str
+    member: str
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
         raise TypeError("stand-ins can't be changed")
@@ -31,6 +33,10 @@ class Inert(metaclass=InertType):
 
     __slots__ = ("args", "entries", "items", "kwargs", "state")
     class_name: ClassVar[str] = ""
+    owner_name: ClassVar[str] = ""
+    """Of what a class holds: the class."""
+    member: ClassVar[str] = ""
+    """And its name there."""
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     state: object
@@ -75,6 +81,13 @@ class Inert(metaclass=InertType):
             if isinstance(part, dict):
                 merged.update(part)
         return merged
+
+
+@lru_cache(maxsize=4096)
+def inert_member(owner: InertType, name: str) -> InertType:
+    """The stand-in for `owner.name`: a class inside a class that can be called, a member of an enum, or a class's method."""
+    held = {"__slots__": (), "class_name": f"{owner.class_name}.{name}", "owner_name": owner.class_name, "member": name}
+    return InertType("Inert", (Inert,), held)
 
 
 @lru_cache(maxsize=4096)  # types are slow to make, and a hostile file must not fill memory with them

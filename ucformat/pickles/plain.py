@@ -153,6 +153,8 @@ class _Converter:
         if isinstance(x, Inert):
             args = ", ".join(map(brief, x.args)) or brief(x.state)
             return f"{x.class_name}({args})"
+        if isinstance(x, InertType) and x.member:
+            return f"{x.owner_name}({x.member!r})"
         leaf = self.leaf(x)
         return f"{leaf.class_name}({brief(leaf.state)})" if isinstance(leaf, Opaque) else brief(x) if leaf_of_ours(x) else leaf
 
@@ -160,6 +162,8 @@ class _Converter:
         """What holds nothing else. Classes and functions that the pickle names become stand-ins with their name."""
         if isinstance(x, RefusedTensor):
             return Opaque(x.kind, None)
+        if isinstance(x, InertType) and x.member:
+            return Opaque(x.owner_name, {"args": (x.member,)})
         if isinstance(x, InertType):
             return Opaque("builtins.type", x.class_name)
         if isinstance(x, Builder):

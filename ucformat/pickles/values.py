@@ -16,7 +16,7 @@ import torch
 
 from ucformat.errors import UnsafePickleError, brief
 from ucformat.pickles.containers import PickledDict, PickledSet, charge, checked_key
-from ucformat.pickles.inert import InertType, inert_class
+from ucformat.pickles.inert import InertType, inert_class, inert_member
 
 T = TypeVar("T")
 MAX_EXTENT = 1 << 62  # keeps every product of sizes, strides and item sizes within int64 once it is checked
@@ -228,10 +228,10 @@ def _path(name: str) -> Callable[..., object]:
 
 
 def _attribute(owner: object, name: object = None, *_: object) -> object:
-    """How Python pickles bound methods, and (3.11) enum members: as getattr(owner, name). Both are stand-ins here."""
+    """How Python pickles bound methods, classes within classes, and (3.11) enum members: as getattr(owner, name)."""
     if not isinstance(name, str) or name.startswith("__"):
         raise UnsafePickleError("", "builtins.getattr")
-    return owner(name) if isinstance(owner, InertType) else inert_class("builtins.getattr")(owner, name)
+    return inert_member(owner, name) if isinstance(owner, InertType) else inert_class("builtins.getattr")(owner, name)
 
 
 def _reconstructor(kind: object, base: object = None, state: object = None) -> object:

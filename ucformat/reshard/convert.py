@@ -32,7 +32,7 @@ from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, Write
 from ucformat.group import Group
 from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
-from ucformat.reshard.reading.plan import ReadPlan, plan, wants
+from ucformat.reshard.reading.plan import ReadPlan, plan, refuse_expanded, wants
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.selection.mesh_layout import MeshLayout, cut
 from ucformat.reshard.selection.precision import Precision, converted, dtype_of, is_kept
@@ -221,7 +221,9 @@ def prepare(
         specs, kept_wide = converted(specs, wanted, src)
         remarks += kept_wide
     pieces, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
-    read_plan = plan(kept, wants(kept, [(target.name, target.box) for target in pieces]))
+    needed = wants(kept, [(target.name, target.box) for target in pieces])
+    refuse_expanded(kept, needed)
+    read_plan = plan(kept, needed)
     fill = CatalogFill(kept, pieces, [target.name for target in pieces])
     job = WriteJob(
         store=store,

@@ -20,7 +20,7 @@ from ucformat.group import Group
 from ucformat.naming import Rename, rename_catalog
 from ucformat.process import collected_later
 from ucformat.reshard.reading.execute import Reading
-from ucformat.reshard.reading.plan import plan, wants
+from ucformat.reshard.reading.plan import plan, refuse_expanded, wants
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.restoring.accounting import NameAccount, NameRules, account, identity
 from ucformat.reshard.restoring.prepare import Loading, prepare, restore
@@ -154,6 +154,7 @@ def _plan(
         _check_kinds(pieces, catalog, cast=options.cast)
         wanted: list[tuple[str, Box | None]] = [(piece.spec.name, piece.box) for piece in pieces]
         dest = [piece.view for piece in pieces]
+        refuse_expanded(catalog, wants(catalog, [(name, None) for name in loading.fresh]))
         for name in loading.fresh:
             spec = catalog.spec(name)
             wanted.append((name, None))

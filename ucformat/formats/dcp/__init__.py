@@ -32,7 +32,7 @@ OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?|
 __all__ = ["NAME", "OWNS", "detect", "open_catalog", "write"]
 
 _MEGATRON = frozenset({"metadata.json", "common.pt"})  # Megatron's distributed checkpoints keep other things beside DCP's
-_MAX_HOLES = 1000  # list items that vanished because they were empty dicts
+_MAX_HOLES = 10_000  # of all lists together: list items that vanished because they were empty dicts
 
 
 def detect(source: Source) -> bool:
@@ -154,7 +154,7 @@ def _nest(metadata: Metadata, opened: Mapping[Chunk, Item]) -> Nest:
         if item is None:
             raise FormatError(FILE, f"value {chunk.key!r} is listed, and its place is not")
         _insert(root, metadata.paths.get(chunk.key, (chunk.key,)), to_values(item.tree, item.path))
-    tree = _collapse(root)
+    tree = _collapse(root, [_MAX_HOLES])
     return cast(Nest, tree) if isinstance(tree, dict) else {"value": tree}
 
 
@@ -178,13 +178,15 @@ def _insert(root: _Node, path: tuple[str | int, ...], leaf: object) -> None:
     node.held[path[-1]] = leaf
 
 
-def _collapse(node: object) -> object:
+def _collapse(node: object, holes: list[int]) -> object:
+    """The nest without its nodes; `holes` is how many more items of lists may be missing."""
     if not isinstance(node, _Node):
         return node
     if not all(isinstance(key, int) for key in node.held):
-        return {str(key): _collapse(value) for key, value in node.held.items()}
+        return {str(key): _collapse(value, holes) for key, value in node.held.items()}
     numbers = cast("dict[int, Any]", node.held)
     length = max(numbers, default=-1) + 1
-    if min(numbers, default=0) < 0 or length > len(numbers) + _MAX_HOLES:
+    holes[0] -= length - len(numbers)
+    if min(numbers, default=0) < 0 or holes[0] < 0:
         raise FormatError(FILE, f"a list of {length} items of which {len(numbers)} are stored")
-    return [_collapse(numbers[i]) if i in numbers else {} for i in range(length)] if numbers else {}
+    return [_collapse(numbers[i], holes) if i in numbers else {} for i in range(length)] if numbers else {}

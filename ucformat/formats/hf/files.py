@@ -6,6 +6,7 @@ Index and files must agree: what an index names must be there, and no name may b
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,7 @@ def read_index(store: Store, path: str, suffix: str = SUFFIX) -> FileSet:
             raise FormatError(where, f"weight_map names {file!r}, which is no {suffix} file", 0, size)
     metadata = tree.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return FileSet(files, path, weight_map, int(total) if isinstance(total, (int, float)) else None)
+    return FileSet(files, path, weight_map, int(total) if isinstance(total, (int, float)) and math.isfinite(total) else None)
 
 
 def read_each(store: Store, chosen: FileSet, read: Callable[[Store, str], T]) -> list[T]:

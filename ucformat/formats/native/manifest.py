@@ -20,7 +20,7 @@ from ucformat import box as boxes
 from ucformat.box import Ints
 from ucformat.catalog import MAX_BYTES, FragmentTable, TensorSpec
 from ucformat.containers.envelope import VERSION, seal, unseal
-from ucformat.containers.safetensors_header import LENGTH_BYTES, build_header, parse_header
+from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_DIMENSIONS, build_header, parse_header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError
 from ucformat.formats.native.shard import Count, Digest, ShardRecord, hex_digest
@@ -95,6 +95,8 @@ def decode_record(data: bytes, file: str) -> Record:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
     for path in (record.index.file, *(shard.file for shard in record.shards), *(item.file for item in record.companions)):
         safe_path(path, file)
+    if record.step is not None and record.step < 0:
+        raise FormatError(file, f"step {record.step}", 0, len(data))
     check_block_size(record.block_bytes, file)
     for shard in record.shards:
         check_sizes(shard, record.block_bytes, file)
@@ -185,7 +187,7 @@ def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
         columns, dtypes = _columns(data, where)
         tensors = _tensors(columns, dtypes)
         table = _table(columns, tensors)
-    except (KeyError, ValueError, IndexError, TypeError) as error:
+    except (KeyError, ValueError, IndexError, TypeError, RecursionError) as error:
         raise FormatError(where, f"malformed index: {error}", 0, len(data)) from error
     _check_rows(tensors, table, record, where)
     return Index(tensors, table)
@@ -248,6 +250,8 @@ def _table(columns: dict[str, NDArray[np.generic]], tensors: Sequence[TensorSpec
     )
     rows = len(table.tensor)
     shapes = {len(table.file), len(table.start), len(table.offset), len(table.length)}
+    if table.offset.ndim == 2 and table.offset.shape[1] > MAX_DIMENSIONS:
+        raise ValueError(f"fragments of {table.offset.shape[1]} dimensions")
     if shapes != {rows} or table.offset.ndim != 2 or table.offset.shape != table.length.shape or len(counts) != len(tensors):
         raise ValueError("columns have different lengths")
     return table
@@ -285,3 +289,16 @@ def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Rec
             start,
             start + int(nbytes[row]),
         )
+    _check_apart(tensors, table, table.start + nbytes.astype(np.int64), record, where)
+
+
+def _check_apart(tensors: Sequence[TensorSpec], table: FragmentTable, stop: Ints, record: Record, where: str) -> None:
+    """No two fragments share bytes: a small shard could pass for a large checkpoint, and one flip would damage many tensors."""
+    order = np.lexsort((table.start, table.file))
+    file, start, end = table.file[order], table.start[order], stop[order]
+    shared = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < end[:-1]))
+    if len(shared):
+        at = int(shared[0])
+        one, other = (tensors[table.tensor[order[i]]].name for i in (at, at + 1))
+        why = f"fragments of {one!r} and {other!r} share bytes"
+        raise FormatError(f"{where}: shard {record.shards[file[at]].file}", why, int(start[at + 1]), int(end[at]))

@@ -69,7 +69,7 @@ def passed_over(run: Store, names: Iterable[str]) -> tuple[int, ...]:
     where = f"{run.url}/{ROLLBACK}"
     try:
         return msgspec.json.decode(unseal(run.read(ROLLBACK), where), type=Rollback).passed_over
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(where, f"malformed: {error}") from error
 
 

@@ -242,7 +242,7 @@ def read_pieces(store: Store, path: str, known: str) -> tuple[Header, ShardNote,
         note = msgspec.json.decode(header.metadata["ucf"], type=ShardNote)
     except KeyError:
         raise FormatError(where, "has no ucf metadata: not a shard", 0, header.data_start) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(where, f"malformed ucf metadata: {error}", 0, header.data_start) from error
     if note.version.split(".", 1)[0] != known.split(".", 1)[0]:
         raise FormatError(where, f"shard of format version {note.version}, expected {known}", 0, header.data_start)

@@ -14,7 +14,7 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.dtypes import DTYPES
 from ucformat.reshard.reading.execute import execute
-from ucformat.reshard.reading.plan import plan, wants
+from ucformat.reshard.reading.plan import plan, refuse_expanded, wants
 from ucformat.storage.recent import RecentReads
 
 Index = int | slice | EllipsisType
@@ -23,7 +23,8 @@ Index = int | slice | EllipsisType
 def read(catalog: Catalog, name: str, box: Box | None = None, *, verify: bool = True) -> torch.Tensor:
     """One box of a tensor (all of it by default) as a new CPU tensor of the stored dtype.
 
-    Raises CoverageError before the first read when it is not wholly stored; ChecksumError when bytes are damaged.
+    Raises CoverageError before the first read when it is not wholly stored; ChecksumError when bytes are damaged;
+    UnsupportedError for more than 1 GiB of an expanded view of a few stored bytes.
     """
     return read_many(catalog, [(name, box)], verify=verify)[0]
 
@@ -38,6 +39,7 @@ def read_many(
 ) -> list[torch.Tensor]:
     """Several boxes at once, in one plan. `on_bytes` is called with the number of bytes just read, from any thread."""
     columns = wants(catalog, wanted)
+    refuse_expanded(catalog, columns)
     planned = plan(catalog, columns)
     out = []
     for index, length in zip(columns.tensor, columns.length, strict=True):

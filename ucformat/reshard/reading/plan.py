@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from ucformat import box as boxes
 from ucformat.box import Box, Ints
 from ucformat.catalog import Catalog, FragmentTable, row_major
-from ucformat.errors import CoverageError, OverlapError
+from ucformat.errors import CoverageError, OverlapError, UnsupportedError
 
 PAIRS = 1 << 20  # fragment pairs matched at a time: bounds the planner's memory
+EXPANDED_BYTES = 1 << 30  # a new tensor of more is made only where about as much is stored
+_EXPANDED_TIMES = 16
 TASK_BYTES = 8 << 20  # file bytes per read: long enough for full disk speed, short enough to spread over threads
 
 
@@ -62,6 +64,23 @@ class ReadPlan:
         """Bytes of the wanted boxes that are read."""
         size = np.array([spec.kind.itemsize for spec in self.catalog.tensors], dtype=np.int64)
         return int((boxes.volumes(self.length) * size[self.wants.tensor[self.want]]).sum()) if len(self.want) else 0
+
+
+def refuse_expanded(catalog: Catalog, wanted: Wants) -> None:
+    """Raise UnsupportedError for wants that would fill much memory with few stored bytes: a file of 1 KB can hold a view of 1 TB.
+
+    For what is to become new tensors or files; memory that is there already may be filled.
+    """
+    table = catalog.fragments
+    size = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.float64)
+    nbytes = np.prod(wanted.length, axis=1, dtype=np.float64) * (size[wanted.tensor] if len(wanted) else 1.0)
+    for index in np.flatnonzero(nbytes > EXPANDED_BYTES):
+        tensor = int(wanted.tensor[index])
+        rows = table.rows(tensor)
+        stored = float((catalog.stops(rows) - table.start[rows]).sum())
+        if nbytes[index] > _EXPANDED_TIMES * stored > 0:
+            why = f"an expanded view of {stored:,.0f} stored bytes that would take {nbytes[index]:,.0f}: read slices of it"
+            raise UnsupportedError(f"{catalog.store.url}: {catalog.tensors[tensor].name}", why)
 
 
 def wants(catalog: Catalog, wanted: Iterable[tuple[str, Box | None]]) -> Wants:
