@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ucformat
-from ucformat.errors import NamesMismatchError, ShapeMismatchError, UnsupportedError
+from ucformat.errors import NamesMismatchError, ShapeMismatchError, UnsupportedError, ValueConflictError
 
 Round = Callable[[nn.Module, nn.Module], nn.Module]
 
@@ -220,3 +220,25 @@ def test_counters_of_batch_norm_that_old_files_lack_stay_as_they_are(tmp_path: P
     ucformat.save(str(tmp_path / "ck"), {"model": {k: v for k, v in saved.state_dict().items() if k != "num_batches_tracked"}})
     ucformat.load(str(tmp_path / "ck"), into={"model": fresh})
     assert fresh.num_batches_tracked == 0
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2, bias=False)
+        self.b = self.a
+        self.c = nn.Linear(2, 2)
+
+
+def test_tied_weights_that_are_stored_unequal_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    stored = {name: torch.full_like(x, i) for i, (name, x) in enumerate(Tied().state_dict().items())}
+    ucformat.save(str(tmp_path / "ck"), {"model": stored})
+    fresh = Tied()
+    before = [x.clone() for x in fresh.state_dict().values()]
+    with pytest.raises(ValueConflictError, match=r"model/b\.weight: tied to model/a\.weight .* on ranks 0"):
+        ucformat.load(str(tmp_path / "ck"), into={"model": fresh})
+    assert all(map(torch.equal, fresh.state_dict().values(), before))
+    stored["b.weight"] = stored["a.weight"].clone()
+    ucformat.save(str(tmp_path / "ck"), {"model": stored}, overwrite=True)
+    ucformat.load(str(tmp_path / "ck"), into={"model": fresh})
+    assert torch.equal(fresh.a.weight, stored["a.weight"])

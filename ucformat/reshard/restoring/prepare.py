@@ -51,8 +51,6 @@ class Loading:
     catalog: Catalog
     surplus: tuple[torch.Tensor, ...]
     """Views that lie outside what is stored of tensors whose shape may differ: set to zero."""
-    twins: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]
-    """(name, copy, live view): one tensor here, two in the checkpoint, which must be equal."""
 
 
 def prepare(state: MutableMapping[str, object], catalog: Catalog, group: Group | None = None) -> Loading:
@@ -97,11 +95,11 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
     names = {*(spec.name for spec in specs), *aliases}
     _check_empty(specs, catalog)
     pieces = tuple(_writable(piece) for piece in _by_stored_name(pieces, aliases, catalog))
-    twins = tuple(_twins(pieces, aliases, catalog))
+    _compare_tied(pieces, aliases, catalog, walker.group.rank)
     dry = Putter(walker, frozenset(names), partial(_read, catalog), dry=True)
     dry.put_all(state, tree)
     return Loading(
-        pieces=(*pieces, *(piece for piece, _ in twins)),
+        pieces=pieces,
         fresh=tuple(sorted(set(dry.fresh) - names)),
         names=frozenset(names | set(dry.fresh) | set(dry.others)),
         missing=(*dry.missing, *_missing_empty(specs, aliases, catalog)),
@@ -111,20 +109,11 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
         walker=walker,
         catalog=catalog,
         surplus=tuple(surplus),
-        twins=tuple((piece.spec.name, piece.view, live) for piece, live in twins),
     )
 
 
 def restore(loading: Loading, fresh: Mapping[str, torch.Tensor]) -> None:
-    """Put values back, after the pieces have been read in place; `fresh` are the tensors that `loading.fresh` names.
-
-    Raises ValueConflictError when tensors that are one here (tied weights) are not equal in the checkpoint.
-    """
-    for name, copy, live in loading.twins:
-        if not _same_bytes(copy, live):
-            raise ValueConflictError(
-                name, (), "stored apart from the tensor that it is tied to here, and not equal to it: values differ"
-            )
+    """Put values back, after the pieces have been read in place; `fresh` are the tensors that `loading.fresh` names."""
     with torch.no_grad():
         for view in loading.surplus:
             view.zero_()
@@ -258,16 +247,27 @@ def _writable(piece: Piece) -> Piece:
     return piece
 
 
-def _twins(pieces: Iterable[Piece], aliases: Mapping[str, str], catalog: Catalog) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """A copy to read for every piece of a tensor that is tied here and is stored apart under its other name."""
+def _compare_tied(pieces: Iterable[Piece], aliases: Mapping[str, str], catalog: Catalog, rank: int) -> None:
+    """Read what is one tensor here and stored apart under two names, piece by piece, before anything is changed.
+
+    Raises ValueConflictError naming the tensor and this rank when the two are not equal in the checkpoint.
+    """
     stored = set(catalog.names)
     apart: dict[str, list[str]] = {}
     for alias, target in aliases.items():
         if alias in stored and target in stored and catalog.find(alias) != catalog.find(target):
             apart.setdefault(target, []).append(alias)
     for piece in pieces:
-        for alias in apart.get(piece.spec.name, ()):
-            yield replace(piece, spec=replace(piece.spec, name=alias), view=torch.empty_like(piece.view)), piece.view
+        name = piece.spec.name
+        for alias in apart.get(name, ()):
+            if catalog.spec(name).shape != piece.spec.shape:
+                continue  # refused for that
+            alike = catalog.spec(alias).shape == piece.spec.shape
+            a, b = read_many(catalog, [(name, piece.box), (alias, piece.box)]) if alike else (piece.view, None)
+            if b is None or not _same_bytes(a.to(piece.view.dtype), b.to(piece.view.dtype)):
+                raise ValueConflictError(
+                    alias, (rank,), f"tied to {name} here, and stored apart with other values", "untie them, or store them alike"
+                )
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
