@@ -43,6 +43,7 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
     check_replicas: bool = True,
+    companions: str | None = None,
     process_group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> str:
@@ -58,8 +59,12 @@ def save(
     Modules' buffers may differ, as they do under DDP: the first rank's are stored, and a warning names them. `on_bytes` is
     called with the number of bytes written, from any thread.
 
-    Raises ExistsError, UnrepresentableError and UnsupportedError (naming the path in `state`), ValueConflictError when ranks
-    disagree, StorageError, and RankFailedError when a rank died. Every rank raises the same. Then nothing was committed.
+    `companions`: a model directory whose configuration, tokenizer and the like are stored, too, so that a later conversion to
+    `hf` needs nothing else.
+
+    Raises MissingFileError when there are none; ExistsError, UnrepresentableError and UnsupportedError (naming the path in
+    `state`), ValueConflictError when ranks disagree, StorageError, and RankFailedError when a rank died. Every rank raises the
+    same. Then nothing was committed.
     """
     if keep is not None and keep < 1:
         raise ValueError("keep must be at least 1: the newest checkpoint always stays")
@@ -71,7 +76,7 @@ def save(
         with group.together(f"preparing {store.url}"):
             if group.rank == 0:
                 _prepare_run(run, step, store)
-    save_state(store, state, SaveOptions(step, overwrite, check_replicas, on_bytes), group)
+    save_state(store, state, SaveOptions(step, overwrite, check_replicas, on_bytes, companions), group)
     if step is not None:
         with group.together(f"removing old checkpoints of {path}"):
             if group.rank == 0:

@@ -41,8 +41,8 @@ GO = {
     "README.md",
 }
 STAY = {
-    "training_args.bin",
-    "optimizer.pt",
+    "extra.bin",
+    "notes.pt",
     "flax_model.msgpack",
     "tf_model.h5",
     "model.gguf",
@@ -104,7 +104,16 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
 
 def test_what_stays_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     convert(str(model(tmp_path / "in")), str(tmp_path / "out"), "hf")
-    assert sum("optimizer.pt" in record.getMessage() for record in caplog.records) == 1
+    assert sum("notes.pt" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_training_state_is_read_and_describes_no_model(tmp_path: Path) -> None:
+    folder = model(tmp_path / "in", {"config.json"})
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    report = convert(str(folder), str(tmp_path / "out"), "hf")
+    assert files_of(tmp_path / "out") == {"model.safetensors", "config.json"}
+    assert set(report.values_left_out) == {"scheduler", "trainer_state"}
 
 
 def test_files_beside_weights_that_are_no_models_directory_stay(tmp_path: Path) -> None:
@@ -166,7 +175,7 @@ def test_companions_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
 
 def test_a_damaged_companion_is_not_copied(tmp_path: Path) -> None:
     convert(str(model(tmp_path / "in", {"config.json"})), str(tmp_path / "n"), "native")
-    (tmp_path / "n/companions/config.json").write_text("{\n}")
+    next((tmp_path / "n").glob("companions*/config.json")).write_text("{\n}")
     with pytest.raises(ChecksumError, match=r"config\.json"):
         convert(str(tmp_path / "n"), str(tmp_path / "out"), "hf")
 
@@ -186,6 +195,18 @@ def test_a_live_save_is_exported_with_the_files_of_a_model_directory(tmp_path: P
     with pytest.raises(MissingFileError):
         (tmp_path / "empty").mkdir()
         convert(str(tmp_path / "run"), str(tmp_path / "x"), "hf", companions=str(tmp_path / "empty"))
+
+
+def test_a_live_save_with_companions_is_exported_without_naming_them_again(tmp_path: Path) -> None:
+    folder = model(tmp_path / "base", {"config.json", "tokenizer.json"})
+    state = {"model": {"w": torch.zeros(2)}}
+    for step in (1, 2):
+        ucformat.save(str(tmp_path / "run"), state, step=step, keep=1, companions=str(folder))
+    convert(str(tmp_path / "run"), str(tmp_path / "out"), "hf")
+    assert files_of(tmp_path / "out") == {"model.safetensors", "config.json", "tokenizer.json"}
+    with pytest.raises(MissingFileError):
+        ucformat.save(str(tmp_path / "other"), state, companions=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "other/ucf.json").exists()
 
 
 def test_a_live_save_of_an_adapter_becomes_one(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def gather(
     """What goes along with the checkpoint at `source`, and remarks on what stays.
 
     The files that a commit record lists, or that lie under `companions/`, when there are any. Else, where `folders` says which
-    folders are parts of a model, everything in the model's directory that is small and describes it (`weights` are known).
+    folders are parts of a model, everything in the model's directory that is small and describes it (`weights` are read already).
     Else files of well-known names. A single file that is no safetensors has none: what lies beside a `.pt` in somebody's folder
     need not belong to it. `named`: a user said that these are the model's files.
     """

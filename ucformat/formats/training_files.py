@@ -35,6 +35,11 @@ _RNG = re.compile(r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d{1,7})\.pkl")
 
 
+def is_training_file(name: str) -> bool:
+    """Whether a file of this name beside weights is read as training state: then it describes no model."""
+    return name in (_RECORDS, _ARGUMENTS) or any(pattern.fullmatch(name) for pattern in (_SINGLE, _RNG, _CUSTOM))
+
+
 @dataclass(slots=True)
 class _Found:
     """What the files hold, before it becomes a catalog."""

@@ -20,15 +20,16 @@ import numpy as np
 from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
-from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, UnsupportedError
+from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
 from ucformat.formats import native, owned, ownership, partial, sidecar_files
-from ucformat.formats.hf import folders
+from ucformat.formats.hf.companions import companions_of
 from ucformat.formats.hf.layout import lay_out, noted_folders
 from ucformat.formats.hf.stems import is_known
 from ucformat.formats.hf.writer import remarks as hf_remarks
 from ucformat.formats.hf.writer import without_adapter
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob, shorten
+from ucformat.formats.training_files import is_training_file
 from ucformat.group import Group
 from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
@@ -212,7 +213,7 @@ def prepare(
     masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
     chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
     kept = chosen.catalog
-    beside = _companions(source, reader, kept) if companions is None else _named_companions(companions)
+    beside = _companions(source, reader, kept) if companions is None else companions_of(companions)
     said = [unwrapped] if unwrapped else []
     said += [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
     specs, remarks = list(kept.tensors), [*catalog.notes.remarks, *said, *chosen.remarks(to)]
@@ -294,22 +295,12 @@ class _Count:
 def _companions(source: Source, reader: ModuleType, catalog: Catalog) -> Companions:
     """The files that travel along: those at the source, or in the checkpoint of a run that it led to."""
     if hasattr(reader, "folders_of") and source.file is None:
-        return sidecar_files.gather(source, reader.folders_of(source.store), reader.weight_files(source))
+        read = {name for name in source.store.list() if is_training_file(name)}
+        return sidecar_files.gather(source, reader.folders_of(source.store), reader.weight_files(source) | read)
     if hasattr(reader, "folders_of") and is_known(str(source.file).partition(".safetensors")[0]):
         return sidecar_files.gather(source, ())
     found = sidecar_files.gather(source)
     return found if found.files or catalog.store.url == source.store.url else sidecar_files.gather(Source(catalog.store))
-
-
-def _named_companions(url: str) -> Companions:
-    """The files of a model's directory, or those that a checkpoint carries."""
-    source = locate(url)
-    if source.file is not None:
-        raise UnsupportedError(url, "companions are the files of a directory: name that")
-    found = sidecar_files.gather(source, folders.parts(source.store), named=True)
-    if not found.files:
-        raise MissingFileError(url, "no configuration, tokenizer or other file that goes along with a model")
-    return found
 
 
 def _destination(dst: str, to: str) -> tuple[Store, str | None]:

@@ -18,7 +18,8 @@ from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.containers.checksums import digest
 from ucformat.formats import native
-from ucformat.formats.target import OutputBox
+from ucformat.formats.hf.companions import companions_of
+from ucformat.formats.target import Companions, OutputBox
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.state.replicas import Assignment, Offer, Offers, assign_writers, content_digest
@@ -37,6 +38,8 @@ class SaveOptions:
     check_replicas: bool = True
     """Compare tensors that several ranks hold, by digests of all their bytes, and refuse when they differ."""
     on_bytes: Callable[[int], None] | None = None
+    companions: str | None = None
+    """A model directory whose configuration, tokenizer and the like are stored, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +122,18 @@ def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, 
     """
     division = divide(collect(state, group), group, check_replicas=options.check_replicas)
     attempt: native.Attempt | None = None
+    beside = Companions()
     try:
         with group.together(f"preparing {store.url}"):
             if group.rank == 0:
+                beside = _companions(options)
                 attempt = native.prepare(store, options.overwrite)
         generation = group.broadcast(None if attempt is None else attempt.generation)
         assert generation is not None
         tables: list[native.ShardTable] = []
         with group.together(f"writing {store.url}"), native.joined(store, generation):
             tables = _write(store, generation, division, options, group)
-        _commit(store, attempt, tables, division, options, group)
+        _commit(store, attempt, tables, division, options, beside, group)
     except BaseException as error:
         if attempt is not None:
             attempt.give_up(error, alone=group.size == 1)
@@ -172,12 +177,26 @@ def _nbytes(piece: Piece) -> int:
     return piece.box.volume * piece.spec.kind.itemsize
 
 
+def _companions(options: SaveOptions) -> Companions:
+    """The files to be stored beside the state; what of the directory is not among them is logged once."""
+    if options.companions is None:
+        return Companions()
+    found = companions_of(options.companions)
+    for text in found.remarks:
+        told = f"{options.companions}: {text}"
+        if told not in _warned:
+            _warned.add(told)
+            _LOG.warning("%s", told)
+    return found
+
+
 def _commit(
     store: Store,
     attempt: native.Attempt | None,
     tables: Sequence[native.ShardTable],
     division: Division,
     options: SaveOptions,
+    beside: Companions,
     group: Group,
 ) -> None:
     """Rank 0 gathers tables and value trees (each different one once) and commits."""
@@ -190,5 +209,6 @@ def _commit(
             known = {key: tree for key, tree in zip(digests, trees, strict=True) if tree is not None}
             merged = values.merge([values.decode(known[key], store.url) for key in digests])
             notes = Notes(native.NAME, options.step, division.mesh)
-            contents = native.Contents(merged, division.aliases, notes)
+            carried = native.carry_companions(beside, store, attempt.generation)
+            contents = native.Contents(merged, division.aliases, notes, carried)
             native.commit(attempt, [table for held in ranks for table in held], contents)

@@ -20,13 +20,14 @@ from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, ta
 from ucformat.formats.native.reindex import reindex
 from ucformat.formats.native.retention import clear_steps, expired, prune_steps, remove_step
 from ucformat.formats.native.run import committed_steps, newest_step, note_saved, step_name, step_numbers
-from ucformat.formats.native.write import write
+from ucformat.formats.native.write import carry_companions, write
 
 __all__ = [
     "NAME",
     "NOTHING",
     "Attempt",
     "Contents",
+    "carry_companions",
     "Generation",
     "ShardTable",
     "changed",

@@ -12,7 +12,7 @@ from ucformat.formats.native.checkpoint import is_committed
 from ucformat.formats.native.fragments import ShardTable
 from ucformat.formats.native.manifest import MANIFEST, FileRecord
 from ucformat.formats.native.shard import hex_digest
-from ucformat.formats.target import WriteJob
+from ucformat.formats.target import Companions, WriteJob
 from ucformat.storage.store import Store
 
 
@@ -91,13 +91,19 @@ def _in_order(parts: Sequence[Mapping[int, list[ShardTable]]]) -> list[ShardTabl
 
 
 def _commit(job: WriteJob, attempt: Attempt, tables: Sequence[ShardTable]) -> None:
-    commit(attempt, tables, Contents(job.values, job.aliases, job.notes, _carry(job, attempt.generation)))
+    commit(
+        attempt,
+        tables,
+        Contents(job.values, job.aliases, job.notes, carry_companions(job.companions, job.store, attempt.generation, job.dtype)),
+    )
 
 
-def _carry(job: WriteJob, generation: Generation) -> tuple[FileRecord, ...]:
-    """Copy the files that travel along; their records."""
+def carry_companions(
+    companions: Companions, store: Store, generation: Generation, dtype: str | None = None
+) -> tuple[FileRecord, ...]:
+    """Copy the files that travel along; their records. `dtype` as in `WriteJob`."""
     records = []
-    for path in sidecar_files.carry(job.companions, job.store, generation.companions, job.dtype):
-        data = job.store.read(path)
+    for path in sidecar_files.carry(companions, store, generation.companions, dtype):
+        data = store.read(path)
         records.append(FileRecord(path, len(data), hex_digest(data)))
     return tuple(records)
