@@ -18,6 +18,7 @@ TINY = {
     "tiny": ("--count", "40"),
     "snapshot": ("--mib", "6", "--count", "20"),
     "snapshot_gpu": ("--billions", "0.01"),
+    "s3": ("--size", "0.02"),
 }
 RATIOS = {
     "plan": {"open_plan_vs_dcp"},
@@ -34,6 +35,7 @@ RATIOS = {
     "tiny": {"save_vs_dcp", "load_vs_dcp", "size_vs_dcp", "save_vs_safetensors"},
     "snapshot": {"exposed_vs_dcp_async", "exposed_vs_dcp_best"},
     "snapshot_gpu": set(),  # nothing without a device
+    "s3": {"save_vs_plain", "load_vs_plain"},
 }
 
 

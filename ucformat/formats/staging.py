@@ -102,10 +102,9 @@ def replacing(store: Store, path: str, size: int, *, overwrite: bool = True) -> 
             attempt.claim.discard()
             raise
         return
-    replaces = store.exists(path)
-    if replaces and not overwrite:
+    if not overwrite and store.exists(path):
         raise ExistsError(f"{store.url}/{path}")
-    if store.appears_whole and not replaces:
+    if store.appears_whole:  # what it replaces is there until then
         with store.writer(path, size) as writer:
             yield writer
         return
