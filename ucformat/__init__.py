@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from ucformat.api import convert, diff, latest, load, open, resume, save, steps, verify  # noqa: A004  # the verb that users expect
+    from ucformat.api import convert, diff, latest, load, open, prune, resume, save, steps, verify  # noqa: A004  # the verb that users expect
     from ucformat.reshard.convert import ConvertReport
     from ucformat.reshard.diff import Diff
     from ucformat.reshard.load import LoadReport
@@ -33,6 +33,7 @@ __all__ = [
     "open",
     "convert",
     "steps",
+    "prune",
     "latest",
     "verify",
     "diff",
@@ -55,7 +56,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("convert", "diff", "latest", "load", "open", "resume", "save", "steps", "verify"), "api"),
+    **dict.fromkeys(("convert", "diff", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"), "api"),
     "LoadReport": "reshard.load",
     "ConvertReport": "reshard.convert",
     "Verification": "reshard.verify",

@@ -6,21 +6,23 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
 from ucformat import formats, values
-from ucformat.errors import ExistsError, NotACheckpointError, UcformatError
+from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.native.manifest import MANIFEST
-from ucformat.group import current
+from ucformat.formats.source import locate
+from ucformat.group import Group, current
 from ucformat.naming import Rename, rename_catalog
 from ucformat.reshard import diff as differences
 from ucformat.reshard import verify as verifying
 from ucformat.reshard.convert import convert
 from ucformat.reshard.load import LoadOptions, LoadReport, load_state
+from ucformat.reshard.prune import prune
 from ucformat.reshard.reading.lazy import Checkpoint, read_many
 from ucformat.reshard.restoring.accounting import EVERYTHING, NameRules
 from ucformat.reshard.save import SaveOptions, save_state
@@ -28,8 +30,10 @@ from ucformat.reshard.selection.select import expect_matches, narrow
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
-__all__ = ["convert", "diff", "latest", "load", "open", "resume", "save", "steps", "verify"]
+__all__ = ["convert", "diff", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"]
 _LOG = logging.getLogger("ucformat")
+LOOKS = 20  # for a checkpoint that changes while it is read: each time, another writer has committed
+T = TypeVar("T")
 
 StrPath = str | os.PathLike[str]
 """A local path or any fsspec URL."""
@@ -183,12 +187,36 @@ def load(
     """
     where = _at(path, step)
     if into is None:
-        return _load_all(where, select, rename, torch.device(device), verify=verify, on_bytes=on_bytes)
+        target = torch.device(device)
+        return _again_if_replaced(
+            where, lambda: _load_all(where, select, rename, target, verify=verify, on_bytes=on_bytes), Group()
+        )
     if select:
         raise ValueError("select is for loading without into: leave keys out of `into`, and pass allow_unexpected=[...]")
     rules = NameRules(allow_missing, allow_unexpected) if strict else NameRules(EVERYTHING, EVERYTHING)
     options = LoadOptions(rules, rename, cast, verify, on_bytes)
-    return load_state(where, into, options, current(process_group))
+    live, group = into, current(process_group)
+    return _again_if_replaced(where, lambda: load_state(where, live, options, group), group)
+
+
+def _again_if_replaced(where: str, load_once: Callable[[], T], group: Group) -> T:
+    """Load; and load again where a file was missing because a writer has replaced or removed the checkpoint meanwhile."""
+    for _ in range(LOOKS):
+        before = _record(where) if group.rank == 0 else None
+        try:
+            return load_once()
+        except MissingFileError:  # on all ranks, or on none
+            if not group.broadcast(group.rank == 0 and _record(where) != before):
+                raise
+    return load_once()
+
+
+def _record(where: str) -> bytes | None:
+    """The commit record that a path means now; None where there is none, or it can't be read: then loading says why."""
+    try:
+        return native.find(locate(where)).read(MANIFEST)
+    except UcformatError:
+        return None
 
 
 def resume(

@@ -14,6 +14,7 @@ import typer
 from ucformat.cli.convert import convert
 from ucformat.cli.diff import diff
 from ucformat.cli.inspect import inspect
+from ucformat.cli.prune import prune
 from ucformat.cli.reindex import reindex
 from ucformat.cli.screen import is_leader, listen, sweep_up, tell_error
 from ucformat.cli.verify import verify
@@ -52,9 +53,9 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, inspect, verify, diff, reindex):
+for verb in (convert, inspect, verify, diff, reindex, prune):
     app.command(no_args_is_help=True)(verb)
-VERBS = ("convert", "inspect", "verify", "diff", "reindex")
+VERBS = ("convert", "inspect", "verify", "diff", "reindex", "prune")
 _OWN = ("-h", "--help", "--version")
 
 

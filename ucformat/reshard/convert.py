@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
+import torch.distributed as dist
 
 from ucformat import formats
 from ucformat.box import Box
@@ -30,7 +31,7 @@ from ucformat.formats.hf.writer import without_adapter
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob, shorten
 from ucformat.formats.training_files import is_training_file
-from ucformat.group import Group
+from ucformat.group import Group, current
 from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, refuse_expanded, wants
@@ -134,10 +135,10 @@ def convert(
     layout: MeshLayout | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
-    group: Group | None = None,
+    process_group: dist.ProcessGroup | None = None,
     on_progress: Progress | None = None,
 ) -> ConvertReport:
-    """Convert the checkpoint at `src` into format `to` at `dst`. Every rank of `group` calls it and does its share.
+    """Convert the checkpoint at `src` into format `to` at `dst`. Every rank of the process group calls it and does its share.
 
     `select` and `exclude` are globs over names (`model/*`; one without wildcards means itself and all below it).
     `rename` changes names first: a function, or pairs of a regular expression and what takes the place of each match, over
@@ -152,7 +153,7 @@ def convert(
 
     Raises what `prepare` and the target's writer raise; then `dst` is as it was.
     """
-    group = Group() if group is None else group
+    group = current(process_group)
     with group.together(f"planning the conversion of {src}"):
         conversion = prepare(
             src,

@@ -6,6 +6,7 @@ from ucformat.formats.native.attempt import (
     Contents,
     Generation,
     clear,
+    clear_one,
     commit,
     committed_by,
     files_of,
@@ -17,9 +18,10 @@ from ucformat.formats.native.attempt import (
 )
 from ucformat.formats.native.checkpoint import NOTHING, changed, detect, find, is_committed, is_unfinished, open_catalog
 from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, tabulate
+from ucformat.formats.native.manifest import Record
 from ucformat.formats.native.reindex import reindex
 from ucformat.formats.native.retention import clear_steps, expired, prune_steps, remove_step
-from ucformat.formats.native.run import committed_steps, newest_step, note_saved, step_name, step_numbers
+from ucformat.formats.native.run import committed_steps, newest_step, note_saved, passed_over, step_name, step_numbers
 from ucformat.formats.native.write import carry_companions, write
 
 __all__ = [
@@ -29,9 +31,11 @@ __all__ = [
     "Contents",
     "carry_companions",
     "Generation",
+    "Record",
     "ShardTable",
     "changed",
     "clear",
+    "clear_one",
     "clear_steps",
     "commit",
     "committed_by",
@@ -48,6 +52,7 @@ __all__ = [
     "note_saved",
     "open_catalog",
     "owned_files",
+    "passed_over",
     "prepare",
     "prove_whole",
     "prune_steps",
