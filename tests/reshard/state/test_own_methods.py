@@ -242,3 +242,15 @@ def test_tied_weights_that_are_stored_unequal_are_refused_before_anything_change
     ucformat.save(str(tmp_path / "ck"), {"model": stored}, overwrite=True)
     ucformat.load(str(tmp_path / "ck"), into={"model": fresh})
     assert torch.equal(fresh.a.weight, stored["a.weight"])
+
+
+class Broken:
+    def state_dict(self) -> object:
+        raise KeyError("epoch")
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+def test_an_objects_own_error_is_told_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"data/loader: Broken\.state_dict\(\) failed: KeyError: 'epoch'"):
+        ucformat.save(str(tmp_path / "ck"), {"data": {"loader": Broken()}})

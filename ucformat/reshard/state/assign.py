@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat import values
+from ucformat.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,14 @@ class Stateful(Protocol):
 
 def is_stateful(x: object) -> TypeGuard[Stateful]:
     return not isinstance(x, type) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+
+
+def state_of(x: Stateful, path: str) -> Any:
+    """What `x.state_dict()` gives. Raises UnsupportedError naming `path` when it fails."""
+    try:
+        return x.state_dict()
+    except Exception as error:
+        raise UnsupportedError(path, f"{type(x).__qualname__}.state_dict() failed: {type(error).__name__}: {error}") from error
 
 
 def pending(tree: object) -> Iterator[str]:

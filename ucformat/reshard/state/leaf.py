@@ -99,7 +99,10 @@ def plain(tensor: torch.Tensor, at: str) -> torch.Tensor:
     if hasattr(tensor, "__tensor_flatten__"):
         raise UnrepresentableError(at, f"tensor subclass {kind}", "give the plain tensors that it is made of")
     if tensor.is_meta:
-        raise UnsupportedError(at, "a tensor on the meta device has no bytes: materialise it first (to_empty)")
+        raise UnsupportedError(
+            at,
+            "a tensor on the meta device has no bytes: call to_empty(device=…), then tie weights again",
+        )
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnrepresentableError(at, f"{tensor.layout} {'quantised ' if tensor.is_quantized else ''}tensor")
     if tensor.is_conj() or tensor.is_neg():

@@ -24,7 +24,7 @@ from ucformat.errors import UnrepresentableError, UnsupportedError, ValueConflic
 from ucformat.group import Group
 from ucformat.process import collected_later
 from ucformat.reshard.state import megatron, module, optimizer, uneven
-from ucformat.reshard.state.assign import exact, is_stateful
+from ucformat.reshard.state.assign import exact, is_stateful, state_of
 from ucformat.reshard.state.leaf import Leaf, Part, forget, is_tensor, leaf, plain
 from ucformat.reshard.state.markers import RankLocalItem
 from ucformat.reshard.state.placement import shard
@@ -185,7 +185,7 @@ class Walker:
         if kind is not None:
             return self._megatron(x, kind, at)
         if is_stateful(x):
-            return _GONE if self.loading else self.node(exact(x.state_dict()), at)
+            return _GONE if self.loading else self.node(exact(state_of(x, path)), at)
         if type(x) in {dict, OrderedDict}:
             return self._dict(x, at)
         if type(x) in {list, tuple}:
@@ -226,7 +226,7 @@ class Walker:
     def _own(self, x: Any, at: tuple[str, ...]) -> Any:
         """A rank's own item: objects by their `state_dict`, tensors whole."""
         if is_stateful(x):
-            return self._own(exact(x.state_dict()), at)
+            return self._own(exact(state_of(x, "/".join(at))), at)
         if is_tensor(x):
             if type(x) not in {torch.Tensor, nn.Parameter}:
                 raise UnsupportedError(
