@@ -299,3 +299,14 @@ class SnapshotInUseError(UcformatError):
     def __init__(self, directory: str, holder: str) -> None:
         self.directory, self.holder = directory, holder
         super().__init__(f"{directory}: in use by {holder or 'another process'}: give every job a directory of its own")
+
+
+class SnapshotChangedError(UcformatError):
+    """A running job gave a slot to another version while step `step` was read from it: what was read must not be used."""
+
+    def __init__(self, file: str, step: int) -> None:
+        self.file, self.step = file, step
+        super().__init__(
+            f"{file}: given to another version while step {step} was read: open the directory again for the newest version; "
+            "stop the job, or give it more slots, when reading takes longer than its steps"
+        )

@@ -4,7 +4,8 @@
     <directory>/rank-00000/slot-0.json          its record: there only while the slot holds one complete version
 
 A version can be opened when all ranks of its world hold it; the newest such one is. `snapshot.slots` writes what is read here.
-A directory whose job is still running changes under its reader: bytes are then only known to be right when they are hashed.
+A directory whose job is still running changes under its reader: a slot's record is removed before the first byte of the next
+version is written, so what was read is known to be right when the record is still the same afterwards (`SlotGuard`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import msgspec
 from ucformat import values as trees
 from ucformat.catalog import Catalog, File, Notes
 from ucformat.containers.envelope import VERSION, seal, unseal
-from ucformat.errors import ChecksumError, FormatError, NotACheckpointError, UcformatError
+from ucformat.errors import (
+    ChecksumError,
+    FormatError,
+    MissingFileError,
+    NotACheckpointError,
+    SnapshotChangedError,
+    UcformatError,
+)
 from ucformat.formats import native
 from ucformat.formats.native.manifest import check_sizes
 from ucformat.formats.native.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
@@ -31,6 +39,7 @@ LOCK = "lock"
 _RANK = re.compile(r"rank-(\d{5,})/")
 _RECORD = re.compile(r"slot-(\d+)\.json")
 _UNHASHED = "0" * 16  # stands where a digest is due, and is never compared
+_LOOKS = 20  # at slots that change while they are opened: each takes milliseconds, and a step mostly longer
 _TOLD = 4  # versions that a message tells of
 
 
@@ -213,11 +222,25 @@ def _is_ours(names: Sequence[str]) -> bool:
 def open_catalog(source: Source, step: int | None = None) -> Catalog:
     """The catalog of the newest version (or of `step`) that all ranks hold; reads records and headers only.
 
-    What is newer and can't be opened is told in the remarks. Raises NotACheckpointError, saying what is missing, when no
-    version is complete.
+    What is newer and can't be opened is told in the remarks. Raises NotACheckpointError, saying what is missing and which
+    versions there are, when no version is complete.
     """
     store = source.store
-    versions, told = survey(store)
+    versions, ignored = survey(store)
+    for _ in range(_LOOKS):
+        try:
+            return _open_newest(store, versions, ignored, step)
+        except NotACheckpointError:
+            before = versions
+            versions, ignored = survey(store)
+            if versions == before:
+                raise
+    raise NotACheckpointError(store.url, f"its slots were given to other versions each of {_LOOKS} times that they were opened")
+
+
+def _open_newest(store: Store, versions: Sequence[Version], ignored: Sequence[str], step: int | None) -> Catalog:
+    """Raises NotACheckpointError also when a version was replaced while it was opened: a newer one is there then."""
+    told = list(ignored)
     for version in versions:
         if step is not None and version.step != step:
             continue
@@ -228,9 +251,35 @@ def open_catalog(source: Source, step: int | None = None) -> Catalog:
             return _catalog(store, version, told)
         except UcformatError as error:
             told.append(f"step {version.step} can't be opened: {error}")
+            if not all(holds(store, item) for item in version.held):
+                break
     wanted = "version" if step is None else f"version of step {step}"
     why = "; ".join(told[:_TOLD]) or "the slots are empty (a slot that is being filled has no record)"
+    if step is not None:
+        there = sorted({version.step for version in versions if version.complete})
+        why = f"there are {', '.join(map(str, there)) or 'none'}" + (f"; {'; '.join(told[:_TOLD])}" if told else "")
     raise NotACheckpointError(store.url, f"no complete {wanted} in its slots: {why}")
+
+
+def holds(store: Store, held: HeldShard) -> bool:
+    """Whether a slot still holds the version that its record told of. Raises StorageError."""
+    name = f"{held.folder}/{record_name(held.index)}"
+    try:
+        return decode_slot(store.read(name), name).same_version(held.record)
+    except (MissingFileError, FormatError, ChecksumError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGuard:
+    """Proves, after a slot was read, that it held the version in `held` all the while. Raises SnapshotChangedError."""
+
+    store: Store
+    held: HeldShard
+
+    def __call__(self) -> None:
+        if not holds(self.store, self.held):
+            raise SnapshotChangedError(f"{self.store.url}/{self.held.path}", self.held.record.step)
 
 
 def _absent(version: Version) -> str:
@@ -246,7 +295,7 @@ def _catalog(store: Store, version: Version, told: Iterable[str]) -> Catalog:
     native.prove_whole(specs, table, [shard.file for shard in shards], store.url)
     hashed = [item.record.table_digest is not None for item in version.held]
     files = [
-        File(shard.file, shard.size, ShardChecks(shard, item.record.block_bytes) if sure else None)
+        File(shard.file, shard.size, ShardChecks(shard, item.record.block_bytes) if sure else None, guard=SlotGuard(store, item))
         for shard, item, sure in zip(shards, version.held, hashed, strict=True)
     ]
     remarks = list(told)

@@ -112,6 +112,8 @@ def _file(catalog: Catalog, number: int, on_bytes: Callable[[int], None] | None)
                     damages.append(Damage(what, where, start, stop, _hit(catalog, number, start, stop)))
     except (MissingFileError, FormatError, ChecksumError, StorageError) as error:
         damages.append(_from_error(catalog, number, where, error))
+    if file.guard is not None:
+        file.guard()
     return checked, damages
 
 

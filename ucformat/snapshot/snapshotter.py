@@ -171,10 +171,12 @@ class Snapshotter:
         self._collect(wait=True)
 
     def restore(self) -> Restored | None:
-        """Restore the state in place from the newest version, in memory or storage; None when there is none.
+        """Restore the state in place from the newest version, in memory or storage; None when nothing is there.
 
         Every rank calls it, before the first `take`. What was taken after that version is abandoned, and forgotten here.
-        Raises what loading raises, when no source can be used; SnapshotInUseError while another job fills the slots.
+        Raises what loading raises when a version does not fit the state, or when all are damaged, and SnapshotInUseError while
+        another job fills the slots: the same class on every rank. Which version was passed over, and whether the one that was
+        taken could be verified, is said in `Restored` and logged.
         """
         if self._share is not None:
             raise RuntimeError("restore before the first snapshot is taken: slots are in use")

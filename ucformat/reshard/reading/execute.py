@@ -7,8 +7,9 @@ of tasks: one where a store answers requests, many that follow one another where
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 
@@ -21,7 +22,7 @@ from ucformat.box import Ints
 from ucformat.catalog import Catalog, Checks, row_major
 from ucformat.containers import checksums as sums
 from ucformat.dtypes import DType
-from ucformat.errors import ChecksumError, DTypeMismatchError, ShapeMismatchError
+from ucformat.errors import ChecksumError, DTypeMismatchError, ShapeMismatchError, UcformatError
 from ucformat.group import Group
 from ucformat.reshard.reading.page_cache import Wake
 from ucformat.reshard.reading.plan import TASK_BYTES, ReadPlan, arrange, cut
@@ -60,7 +61,8 @@ def execute(
     `seen` carries checksums over from one execution to the next, where a file is read by several.
 
     Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
-    StorageError, naming file and bytes, while reading: the destinations are then partly filled.
+    StorageError, naming file and bytes, while reading; SnapshotChangedError for slots of a running job that changed meanwhile:
+    the destinations are then partly filled.
     """
     Reading(plan, dest, cast=cast, seen=seen, on_bytes=on_bytes, verify=verify).run(threads)
 
@@ -138,8 +140,10 @@ class Reading:
         self.ledgers: dict[int, sums.Ledger] = {}
         self.scratch = threading.local()
         self.failed = False
-        for file in np.unique(self.catalog.fragments.file[self.plan.fragment]).tolist():
-            self._load_checks(file)
+        self.files: list[int] = np.unique(self.catalog.fragments.file[self.plan.fragment]).tolist()
+        with self._unchanged():
+            for file in self.files:
+                self._load_checks(file)
         self.tasks = tasks(self.plan, self.flat, self.checks)
 
     def _check(self, plan: ReadPlan, want: int, cast: bool) -> bool:
@@ -183,13 +187,30 @@ class Reading:
 
     def _read_all(self, threads: int, wake: Wake | None) -> None:
         runs = self._runs(threads)
-        if min(threads, len(runs)) <= 1:
-            for run in runs:
-                self._read_run(run, wake)
-        else:
-            self._read_beside(runs, threads, wake)
-        if self.verify and self.last:
-            self.seen.complete(self.catalog)
+        with self._unchanged():
+            if min(threads, len(runs)) <= 1:
+                for run in runs:
+                    self._read_run(run, wake)
+            else:
+                self._read_beside(runs, threads, wake)
+            if self.verify and self.last:
+                self.seen.complete(self.catalog)
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """What the block reads is known to be of one version behind it. Raises SnapshotChangedError, rather than what came of that."""
+        try:
+            yield
+        except UcformatError:
+            self._prove_unchanged()
+            raise
+        self._prove_unchanged()
+
+    def _prove_unchanged(self) -> None:
+        for file in self.files:
+            guard = self.catalog.files[file].guard
+            if guard is not None:
+                guard()
 
     def _read_beside(self, runs: Sequence[Run], threads: int, wake: Wake | None) -> None:
         with ThreadPoolExecutor(threads, thread_name_prefix="ucf-read") as pool:
