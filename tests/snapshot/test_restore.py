@@ -85,7 +85,7 @@ def test_records_that_are_all_damaged_raise(tmp_path: Path) -> None:
     train(tmp_path, 2)
     for held in slots(tmp_path):
         (tmp_path / "slots" / held.folder / f"slot-{held.index}.json").write_bytes(b"{}")
-    with pytest.raises(NotACheckpointError, match="malformed commit record.*to start anew, remove"):
+    with pytest.raises(NotACheckpointError, match=r"malformed commit record.*to start anew, remove"):
         restored(tmp_path, training()[0])
 
 

@@ -105,7 +105,10 @@ class Snapshotter:
         """Called after every chunk with step, bytes copied so far and bytes in all, by the thread that copies."""
         self._persist, self._hash_every = persist, hash_every
         self._persistence: Persistence | None = None
-        self._hooks = hooks.before_update(hooks.optimizers(state), self.deadline)
+        # none of this is for torch.compile to trace
+        self._uncompiled_clock = hooks.UncompiledClock.of(self.clock)
+        self._take, self._deadline = torch.compiler.disable(self._take_now), torch.compiler.disable(self._meet_deadline)
+        self._hooks = hooks.before_update(hooks.optimizers(state), self._meet_deadline)
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
 
@@ -117,12 +120,15 @@ class Snapshotter:
 
     def compute(self, name: str = "compute") -> AbstractContextManager[None]:
         """Wrap the compute of a loop of one's own: copies then run in the gaps between."""
-        return hooks.computing(self.clock, name)
+        return hooks.computing(self._uncompiled_clock, name)
 
     def take(self, step: int) -> None:
         """Begin a snapshot of the state as it is now: call it right after the optimizer step. Every rank calls it."""
+        self._take(step)
+
+    def _take_now(self, step: int) -> None:
         began = now()
-        self.deadline()
+        self._meet_deadline()
         if not self.enabled:
             return
         report = StepReport(step)
@@ -143,6 +149,9 @@ class Snapshotter:
 
         Of copies from a device it does not wait itself: it makes the device's stream wait.
         """
+        self._deadline()
+
+    def _meet_deadline(self) -> None:
         self._collect(wait=self.clock.running and self._planner.due)
         if not self.clock.running:
             return

@@ -198,7 +198,7 @@ class Reading:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """What the block reads is known to be of one version behind it. Raises SnapshotChangedError, rather than what came of that."""
+        """Behind the block, what it read is known to be of one version. Raises SnapshotChangedError, in place of what that led to."""
         try:
             yield
         except UcformatError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ucformat.snapshot.schedule.clock import StepClock
 
 
+@dataclass(frozen=True, slots=True)
+class UncompiledClock:
+    """A clock's `enter` and `leave`, never traced by torch.compile: a compiled function that calls them has a graph break there."""
+
+    enter: Callable[[str], None]
+    leave: Callable[[], None]
+
+    @classmethod
+    def of(cls, clock: StepClock) -> UncompiledClock:
+        return cls(torch.compiler.disable(clock.enter), torch.compiler.disable(clock.leave))
+
+
 @contextmanager
-def computing(clock: StepClock, name: str = "compute") -> Iterator[None]:
+def computing(clock: StepClock | UncompiledClock, name: str = "compute") -> Iterator[None]:
     """Compute runs inside the block: what is left out is idle time that copies may use."""
     clock.enter(name)
     try:
@@ -41,12 +54,20 @@ def before_update(items: list[torch.optim.Optimizer], hook: Callable[[], None]) 
     """Call `hook` before an optimizer changes anything; handles to take the hooks away with.
 
     Optimizers other than `items` count as well, if they step on the thread that calls this: those that a framework keeps to
-    itself, or that were made later, may hold the same parameters.
+    itself, or that were made later, may hold the same parameters. Of those that wrap another one and never called
+    `super().__init__()`, which have no hooks, the inner one is seen.
     """
-    thread, known = threading.get_ident(), {id(item) for item in items}
+    thread = threading.get_ident()
+    own = [item for item in items if hasattr(item, "_optimizer_step_pre_hooks")]
+    known = {id(item) for item in own}
 
+    @torch.compiler.disable
+    def of_state(*_: Any) -> None:
+        hook()
+
+    @torch.compiler.disable
     def others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if threading.get_ident() == thread and id(optimizer) not in known:
             hook()
 
-    return [*(item.register_step_pre_hook(lambda *_: hook()) for item in items), register_optimizer_step_pre_hook(others)]
+    return [*(item.register_step_pre_hook(of_state) for item in own), register_optimizer_step_pre_hook(others)]
