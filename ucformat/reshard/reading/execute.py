@@ -198,7 +198,7 @@ class Reading:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Behind the block, what it read is known to be of one version. Raises SnapshotChangedError, in place of what that led to."""
+        """Behind the block, what it read is of one version. Raises SnapshotChangedError, whatever else came of a change."""
         try:
             yield
         except UcformatError:

@@ -19,7 +19,7 @@ from ucformat.snapshot.schedule.clock import StepClock
 
 @dataclass(frozen=True, slots=True)
 class UncompiledClock:
-    """A clock's `enter` and `leave`, never traced by torch.compile: a compiled function that calls them has a graph break there."""
+    """A clock's `enter` and `leave`, never traced by torch.compile: a compiled function has a graph break at each call."""
 
     enter: Callable[[str], None]
     leave: Callable[[], None]
@@ -61,13 +61,12 @@ def before_update(items: list[torch.optim.Optimizer], hook: Callable[[], None]) 
     own = [item for item in items if hasattr(item, "_optimizer_step_pre_hooks")]
     known = {id(item) for item in own}
 
-    @torch.compiler.disable
     def of_state(*_: Any) -> None:
         hook()
 
-    @torch.compiler.disable
     def others(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if threading.get_ident() == thread and id(optimizer) not in known:
             hook()
 
+    of_state, others = torch.compiler.disable(of_state), torch.compiler.disable(others)
     return [*(item.register_step_pre_hook(of_state) for item in own), register_optimizer_step_pre_hook(others)]
