@@ -84,27 +84,6 @@ def test_what_was_given_to_another_version_while_it_was_read_is_an_error(tmp_pat
         take(slots, pieces(), 3)
         with pytest.raises(SnapshotChangedError, match="while step 1 was read"):
             read(catalog, W.name)
-<<<<<<< HEAD
-        with pytest.raises(SnapshotChangedError):
-            verify(catalog)
-=======
         if hashed:  # else there is nothing to compare with
             with pytest.raises(SnapshotChangedError):
                 verify(catalog)
-
-
-def test_a_step_in_slots_is_opened_and_loaded_by_its_number(tmp_path: Path) -> None:
-    with SlotSet.create(tmp_path, 0, 1, pieces()) as slots:
-        for step in (3, 4):
-            take(slots, pieces(), step)
-    for step in (3, 4):
-        assert ucformat.open(str(tmp_path), step=step).step == step
-        assert ucformat.load(str(tmp_path), step=step)["step"] == step
-        into = {"model": {"w": torch.zeros(W.shape)}}
-        assert ucformat.load(str(tmp_path), into=into, step=step, strict=False) == step
-        assert bool((into["model"]["w"] == step).all())
-    with pytest.raises(NotACheckpointError, match="no complete version of step 7 in its slots: there are 3, 4"):
-        ucformat.open(str(tmp_path), step=7)
-    with pytest.raises(NotACheckpointError, match="there are 3, 4"):
-        ucformat.load(str(tmp_path), into={}, step=7)
->>>>>>> 29f2f31 (Test of verifying running slots: only what has checksums is read)
