@@ -237,7 +237,7 @@ def test_a_folder_called_partial_that_is_not_ours_is_left_alone(server: Server, 
     dst = f"{server.bucket}/named-partial"
     open_store(dst).put(".partial/mine", b"mine")
     for overwrite in (False, True):
-        with pytest.raises(StorageError, match=r"\.partial.*in the way"):
+        with pytest.raises(StorageError if overwrite else ExistsError, match="in the way" if overwrite else "already exists"):
             convert(sources.new, dst, "hf", overwrite)
     assert objects(dst) == {".partial/mine": b"mine"}
 
