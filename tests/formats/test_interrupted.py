@@ -23,7 +23,7 @@ import ucformat
 from tests.checkpoints import bits
 from tests.s3.bucket import Server, objects, serving
 from tests.s3.clients import Clients
-from ucformat.errors import ExistsError, FormatError, MissingFileError, NotACheckpointError, StorageError
+from ucformat.errors import ExistsError, FormatError, MissingFileError, NotACheckpointError, UnsupportedError
 from ucformat.storage.open import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -237,7 +237,9 @@ def test_a_folder_called_partial_that_is_not_ours_is_left_alone(server: Server, 
     dst = f"{server.bucket}/named-partial"
     open_store(dst).put(".partial/mine", b"mine")
     for overwrite in (False, True):
-        with pytest.raises(StorageError if overwrite else ExistsError, match="in the way" if overwrite else "already exists"):
+        with pytest.raises(
+            UnsupportedError if overwrite else ExistsError, match="remove it yourself" if overwrite else "already exists"
+        ):
             convert(sources.new, dst, "hf", overwrite)
     assert objects(dst) == {".partial/mine": b"mine"}
 
