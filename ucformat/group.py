@@ -6,11 +6,11 @@ timeout of the process group. A single process, such as a keeper of snapshots, g
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ucformat.errors import RankFailedError, UcformatError
@@ -111,22 +111,40 @@ class Group:
             raise RankFailedError(what, suspects, why or _first_line(error)) from error
 
     def _silent_ranks(self) -> tuple[dict[int, str], str]:
-        """Ranks that say nothing after a collective failed, and what else is known. Takes up to `ANSWER_S`."""
+        """Ranks that say nothing after a collective failed, and what else is known. Takes little more than `ANSWER_S`."""
+        roll = _RollCall("world" if self.process_group is None else self.process_group.group_name, self.rank, self.size)
+        thread = threading.Thread(target=roll.run, name="ucf-roll-call", daemon=True)
+        thread.start()  # a store whose host hangs answers when it wants to
+        thread.join(ANSWER_S + 1)
+        why = roll.why or ("it does not answer" if thread.is_alive() and len(roll.silent) == self.size - 1 else "")
+        if why:
+            told = "suspected to have died, as it serves the store that the ranks meet in unless torchrun does"
+            return {0: told} if self.rank else {}, f"the store that the ranks meet in can't be reached ({why})"
+        return dict.fromkeys(sorted(roll.silent), f"no answer within {ANSWER_S:.0f} s, suspected to have died"), ""
+
+
+class _RollCall:
+    """Who of the ranks is alive, asked through the store that torch.distributed was initialised with."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank = name, rank
+        self.silent = set(range(size)) - {rank}
+        self.why = ""
+        """Why the store can't be reached."""
+
+    def run(self) -> None:
+        """Answer, and wait for answers. Over the open connection: torch tries for minutes to make one to a dead server."""
         import torch.distributed as dist
 
-        silent = set(range(self.size)) - {self.rank}
-        name = "world" if self.process_group is None else self.process_group.group_name
         try:
-            store = dist.PrefixStore(f"ucformat/alive/{name}", connection(timedelta(seconds=ANSWER_S)))
+            store = dist.PrefixStore(f"ucformat/alive/{self.name}", dist.distributed_c10d._get_default_store())
             store.set(str(self.rank), str(time.time()))
             deadline = time.monotonic() + ANSWER_S
-            while silent and time.monotonic() < deadline:
+            while self.silent and time.monotonic() < deadline:
                 time.sleep(0.05)
-                silent = {rank for rank in silent if not _has_answered(store, rank)}
+                self.silent = {rank for rank in self.silent if not _has_answered(store, rank)}
         except (RuntimeError, ValueError) as error:
-            why = f"the store that the ranks meet in can't be reached ({_first_line(error)})"
-            return {0: "suspected to have died, as it serves that store unless torchrun does"}, why
-        return dict.fromkeys(sorted(silent), f"no answer within {ANSWER_S:.0f} s, suspected to have died"), ""
+            self.why = _first_line(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +171,13 @@ def current(process_group: dist.ProcessGroup | None = None) -> Group:
     return Group(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
 
 
-def connection(timeout: timedelta | None = None) -> dist.Store:
+def connection() -> dist.Store:
     """The store that torch.distributed was initialised with, which has no public name, over a connection of its own."""
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
     clone = getattr(store, "clone", None)
     found: dist.Store = store if clone is None else clone()
-    if timeout is not None and clone is not None:
-        found.set_timeout(timeout)
     return found
 
 
