@@ -27,6 +27,7 @@ from ucformat.errors import (
     ChecksumError,
     DTypeMismatchError,
     ExistsError,
+    MissingFileError,
     NamesMismatchError,
     NotACheckpointError,
     RankLocalError,
@@ -388,8 +389,7 @@ def test_a_torn_save_is_never_loadable(tmp_path: Path) -> None:
         codes = _torn(tmp_path, 2, victim, 8_000_000)
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] != 0
-        assert (tmp_path / "step-00000002").exists()
-        with pytest.raises(NotACheckpointError):
+        with pytest.raises((NotACheckpointError, MissingFileError)):  # a survivor removes what was written
             ucformat.open(str(tmp_path / "step-00000002"))
         assert ucformat.steps(str(tmp_path)) == [1]
         assert ucformat.open(str(tmp_path))["w"][0:1].item() == 1
