@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ucformat import formats, values
-from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, UcformatError
+from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, SnapshotChangedError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.native.manifest import MANIFEST
 from ucformat.formats.source import locate
@@ -72,7 +72,7 @@ def save(
     """
     if keep is not None and keep < 1:
         raise ValueError("keep must be at least 1: the newest checkpoint always stays")
-    step = None if step is None else checked_step(step)
+    step = checked_step(step)
     group = current(process_group)
     run = open_store(os.fspath(path))
     store = run if step is None else run.sub(native.step_name(step))
@@ -162,7 +162,7 @@ def load(
     Args:
         path: A checkpoint, or a run directory: then its newest committed step.
         into: The state to restore, as `save` takes it.
-        step: That step of the run directory `path`.
+        step: That step of the run directory `path`, or of the slots of a snapshot directory.
         strict: Raise NamesMismatchError for names in `into` that are not stored, and stored names that are not in `into`.
             With False they are reported and logged; it is still an error when no name is in both.
         allow_missing: Globs over names in `into` that need not be stored (`model/lora_*`); they stay as they are.
@@ -185,36 +185,39 @@ def load(
         ChecksumError, FormatError, StorageError: While reading; the state is then partly restored: don't use it.
 
     """
-    where = _at(path, step)
+    where, number = os.fspath(path), checked_step(step)
     if into is None:
         target = torch.device(device)
         return _again_if_replaced(
-            where, lambda: _load_all(where, select, rename, target, verify=verify, on_bytes=on_bytes), Group()
+            where, number, lambda: _load_all(where, number, select, rename, target, verify=verify, on_bytes=on_bytes), Group()
         )
     if select:
         raise ValueError("select is for loading without into: leave keys out of `into`, and pass allow_unexpected=[...]")
     rules = NameRules(allow_missing, allow_unexpected) if strict else NameRules(EVERYTHING, EVERYTHING)
     options = LoadOptions(rules, rename, cast, verify, on_bytes)
     live, group = into, current(process_group)
-    return _again_if_replaced(where, lambda: load_state(where, live, options, group), group)
+    return _again_if_replaced(where, number, lambda: load_state(where, number, live, options, group), group)
 
 
-def _again_if_replaced(where: str, load_once: Callable[[], T], group: Group) -> T:
-    """Load; and load again where a file was missing because a writer has replaced or removed the checkpoint meanwhile."""
+def _again_if_replaced(where: str, step: int | None, load_once: Callable[[], T], group: Group) -> T:
+    """Load; and load again where a writer has replaced or removed the checkpoint, or a running job its slots, meanwhile."""
     for _ in range(LOOKS):
-        before = _record(where) if group.rank == 0 else None
+        before = _record(where, step) if group.rank == 0 else None
         try:
             return load_once()
-        except MissingFileError:  # on all ranks, or on none
-            if not group.broadcast(group.rank == 0 and _record(where) != before):
+        except SnapshotChangedError:  # on all ranks, or on none
+            continue
+        except MissingFileError:  # the same
+            if not group.broadcast(group.rank == 0 and _record(where, step) != before):
                 raise
     return load_once()
 
 
-def _record(where: str) -> bytes | None:
+def _record(where: str, step: int | None) -> bytes | None:
     """The commit record that a path means now; None where there is none, or it can't be read: then loading says why."""
     try:
-        return native.find(locate(where)).read(MANIFEST)
+        source = locate(where if step is None else f"{where.rstrip('/')}/{native.step_name(step)}")
+        return native.find(source).read(MANIFEST)
     except UcformatError:
         return None
 
@@ -236,19 +239,20 @@ def resume(
     None only when `path` does not exist or holds no committed checkpoint. What is damaged, unreadable, does not fit, or is no
     checkpoint that ucformat reads raises what `load` raises. Every rank of the process group calls it; rank 0 decides.
     """
-    group, where = current(process_group), _at(path, None)
+    group, where = current(process_group), os.fspath(path)
     found = False
     with group.together(f"looking for a checkpoint at {where}"):
         found = group.rank == 0 and formats.is_there(where)
     if not group.broadcast(found):
         _LOG.info("%s: nothing to resume from", where)
         return None
-    rules = NameRules(allow_missing, allow_unexpected)
-    return load_state(where, into, LoadOptions(rules, rename, cast, verify, on_bytes), group)
+    options = LoadOptions(NameRules(allow_missing, allow_unexpected), rename, cast, verify, on_bytes)
+    return _again_if_replaced(where, None, lambda: load_state(where, None, into, options, group), group)
 
 
 def _load_all(
     where: str,
+    step: int | None,
     select: Sequence[str],
     rename: Rename | None,
     device: torch.device,
@@ -256,7 +260,7 @@ def _load_all(
     verify: bool,
     on_bytes: Callable[[int], None] | None,
 ) -> dict[str, object]:
-    catalog = formats.open_catalog(where)
+    catalog = formats.open_catalog(where, step)
     catalog = catalog if rename is None else rename_catalog(catalog, rename)
     if select:
         expect_matches(select, [catalog], where, values=True)
@@ -279,7 +283,7 @@ def open(path: StrPath, *, step: int | None = None) -> Checkpoint:  # noqa: A001
     `open(path)["model/layers.0.wq.weight"][0:8]` reads just those rows. Raises NotACheckpointError, MissingFileError,
     FormatError, VersionError, UnsupportedError.
     """
-    return Checkpoint(formats.open_catalog(_at(path, step)))
+    return Checkpoint(formats.open_catalog(os.fspath(path), checked_step(step)))
 
 
 def steps(path: StrPath) -> list[int]:
@@ -297,7 +301,7 @@ def verify(path: StrPath, *, step: int | None = None, on_bytes: Callable[[int], 
 
     `on_bytes` is called with the number of bytes just read. Raises what `open` raises.
     """
-    return verifying.verify(formats.open_catalog(_at(path, step)), on_bytes)
+    return verifying.verify(formats.open_catalog(os.fspath(path), checked_step(step)), on_bytes)
 
 
 def diff(
@@ -318,18 +322,14 @@ def diff(
     Raises what `open` raises, and ChecksumError, FormatError and StorageError while reading.
     """
     tolerance = differences.Tolerance(atol, rtol) if atol or rtol else None
-    left, right = formats.open_catalog(_at(a, None)), formats.open_catalog(_at(b, None))
+    left, right = formats.open_catalog(os.fspath(a)), formats.open_catalog(os.fspath(b))
     return differences.diff(left, right, tolerance=tolerance, any_dtype=ignore_dtype, values=values, on_bytes=on_bytes)
 
 
-def _at(path: StrPath, step: int | None) -> str:
-    """The path or URL of a checkpoint, or of a step of a run. Raises TypeError and ValueError for a step that is none."""
-    where = os.fspath(path)
-    return where if step is None else f"{where.rstrip('/')}/{native.step_name(checked_step(step))}"
-
-
-def checked_step(step: object) -> int:
-    """A step as a plain int. Raises TypeError for what is no integer (True, 8.0), ValueError for a negative one."""
+def checked_step(step: object) -> int | None:
+    """A step as a plain int, or None. Raises TypeError for what is no integer (True, 8.0), ValueError for a negative one."""
+    if step is None:
+        return None
     if isinstance(step, bool):
         raise TypeError("step must be an integer, not a bool")
     number = operator.index(step)  # type: ignore[arg-type]  # says itself what it does not take

@@ -10,7 +10,7 @@ import pytest
 
 import ucformat
 from tests.snapshot.rigs.slotfill import W, assert_is_step, hash_slot, opened, overwrite_for_ever, pieces, take, workers
-from ucformat.errors import SnapshotChangedError
+from ucformat.errors import NotACheckpointError, SnapshotChangedError
 from ucformat.reshard.reading.lazy import read
 from ucformat.reshard.verify import verify
 from ucformat.snapshot.slots.slot_set import SlotSet
@@ -87,3 +87,27 @@ def test_what_was_given_to_another_version_while_it_was_read_is_an_error(tmp_pat
         if hashed:  # else there is nothing to compare with
             with pytest.raises(SnapshotChangedError):
                 verify(catalog)
+
+
+def test_a_step_of_the_slots_opens_and_an_absent_one_names_those_there_are(tmp_path: Path) -> None:
+    with SlotSet.create(tmp_path, 0, 1, pieces()) as slots:
+        for step in (1, 2):
+            take(slots, pieces(), step)
+        for step in (1, 2):
+            assert bool((ucformat.open(tmp_path, step=step)[W.name][0:2] == step).all())
+            assert ucformat.load(tmp_path, step=step)["step"] == step
+        with pytest.raises(NotACheckpointError, match=r"(?s)3.*[12]"):
+            ucformat.open(tmp_path, step=3)
+
+
+def test_a_load_that_a_running_job_disturbed_is_done_again(tmp_path: Path) -> None:
+    with SlotSet.create(tmp_path, 0, 1, pieces()) as slots:
+        for step in (1, 2):
+            take(slots, pieces(), step)
+        steps = iter((3, 4))
+
+        def disturb(_: int) -> None:
+            for step in steps:  # once, while step 2 is read
+                take(slots, pieces(), step)
+
+        assert ucformat.load(tmp_path, on_bytes=disturb)["step"] == 4

@@ -68,16 +68,21 @@ def is_there(url: str) -> bool:
     return source.file is not None or native.is_committed(source.store) or native.newest_step(source.store) is not None
 
 
-def open_catalog(url: str) -> Catalog:
-    """The catalog of a checkpoint of any format. Reads metadata only."""
-    return open_named(url)[1]
+def open_catalog(url: str, step: int | None = None) -> Catalog:
+    """The catalog of a checkpoint of any format, as `open_named`. Reads metadata only."""
+    return open_named(url, step)[1]
 
 
-def open_named(url: str) -> tuple[str, Catalog]:
-    """The name of a checkpoint's format, and its catalog (whose notes may name an earlier origin)."""
+def open_named(url: str, step: int | None = None) -> tuple[str, Catalog]:
+    """The name of a checkpoint's format, and its catalog (whose notes may name an earlier origin).
+
+    `step`: that step of a run directory, or of the slots of a snapshot directory.
+    """
     source = locate(url)
+    if step is not None and not _module("snapshot").detect(source):
+        return open_named(f"{url.rstrip('/')}/{_module('native').step_name(step)}")
     module = detect(source)
-    catalog: Catalog = module.open_catalog(source)
+    catalog: Catalog = module.open_catalog(source) if step is None else module.open_catalog(source, step)
     return str(module.NAME), catalog
 
 

@@ -89,14 +89,14 @@ class LoadReport:
             _LOG.warning("%s: %s", self.source, remark)
 
 
-def load_state(where: str, into: MutableMapping[str, object], options: LoadOptions, group: Group) -> LoadReport:
-    """Restore `into` from the checkpoint that `where` means to rank 0. Every rank of `group` calls it."""
-    name, catalog = open_alike(where, group)
+def load_state(where: str, step: int | None, into: MutableMapping[str, object], options: LoadOptions, group: Group) -> LoadReport:
+    """Restore `into` from the checkpoint that `where` and `step` mean to rank 0. Every rank of `group` calls it."""
+    name, catalog = open_alike(where, step, group)
     return load_catalog(catalog, into, options, group, name)
 
 
-def open_alike(where: str, group: Group) -> tuple[str, Catalog]:
-    """The checkpoint that `where` means to rank 0 and its format, opened on every rank. Reads metadata only.
+def open_alike(where: str, step: int | None, group: Group) -> tuple[str, Catalog]:
+    """The checkpoint that `where` and `step` mean to rank 0, opened on every rank, and its format. Reads metadata only.
 
     Raises what opening raises; StorageError when the ranks see different ones, since one was replaced meanwhile or `where` is
     not the same storage on every host.
@@ -105,11 +105,14 @@ def open_alike(where: str, group: Group) -> tuple[str, Catalog]:
     chosen = where
     with group.together(f"opening {where}"):
         if group.rank == 0:
-            opened = formats.open_named(where)
-            chosen = where if locate(where).file is not None else opened[1].store.url
-    chosen = group.broadcast(chosen)
+            opened = formats.open_named(where, step)
+            if opened[0] == "snapshot":
+                step = opened[1].notes.step  # slots hold several, and newer ones any time
+            elif step is not None or locate(where).file is None:
+                chosen, step = opened[1].store.url, None
+    chosen, step = group.broadcast((chosen, step))
     with group.together(f"opening {where}"):
-        opened = opened or formats.open_named(chosen)
+        opened = opened or formats.open_named(chosen, step)
     assert opened is not None
     if len(set(group.all_gather(identity(opened[1])))) > 1:
         why = "the ranks see different checkpoints here: it was replaced meanwhile, or is not the same storage on every host"
