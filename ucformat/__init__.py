@@ -11,6 +11,7 @@ snap = ucformat.Snapshotter(state, directory="/dev/shm/run")   # keeps every ste
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ucformat import errors
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ __all__ = [
     "Snapshotter",
     "Persist",
     "UcformatError",
+    "errors",
 ]
 __version__ = "0.1.0"
 _HOMES = {

@@ -271,7 +271,7 @@ def _load_all(
     tensors.update({alias: tensors[target] for alias, target in catalog.aliases.items()})
     tree = values.join(catalog.values, tensors)
     if not isinstance(tree, dict):
-        raise NotACheckpointError(catalog.store.url, "its state is no dict")
+        raise NotACheckpointError(catalog.url, "its state is no dict")
     for remark in catalog.notes.remarks:
         _LOG.warning("%s: %s", where, remark)
     return tree

@@ -161,7 +161,14 @@ class Catalog:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """alias name → name of the tensor that it is (tied weights)."""
     notes: Notes = field(default_factory=Notes)
+    file: str | None = None
+    """Path in the store of the one file that is the checkpoint; None when the whole directory is."""
     _index: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the checkpoint: its directory, or its one file."""
+        return self.store.url if self.file is None else f"{self.store.url.rstrip('/')}/{self.file}"
 
     def find(self, name: str) -> int:
         """Index of a tensor, by its name or an alias. Raises KeyError, UnsupportedError as `refuse_opaque`."""
@@ -181,7 +188,7 @@ class Catalog:
                 break
             node = node.get(part.replace("%2F", "/").replace("%25", "%"))
         if isinstance(node, Opaque):
-            raise UnsupportedError(f"{self.store.url}: {name}", f"can't be read as a tensor: it is stored as {node.class_name}")
+            raise UnsupportedError(f"{self.url}: {name}", f"can't be read as a tensor: it is stored as {node.class_name}")
 
     def spec(self, name: str) -> TensorSpec:
         return self.tensors[self.find(name)]

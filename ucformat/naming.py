@@ -42,14 +42,14 @@ def rename_catalog(catalog: Catalog, rename: Rename) -> Catalog:
     Names are canonical: `model/<parameter>`, `optimizer/<parameter>/<state>`; a pattern without anchors that matches the
     parameter changes both. Raises UnsupportedError for a pattern that matches nothing or is none, and when two names get alike.
     """
-    change, unmatched = _function(rename, catalog.store.url)
+    change, unmatched = _function(rename, catalog.url)
     placed = set(trees.refs(catalog.values))  # tensors in lists and the like: their values say where they belong
     new = {name: name if name in placed else _changed(name, change) for name in catalog.names}
-    _check_distinct(new, catalog.store.url)
+    _check_distinct(new, catalog.url)
     values = _renamed_values(catalog.values, change)
     left = unmatched()
     if left:
-        raise UnsupportedError(catalog.store.url, f"no name matches {left[0]!r}, which is to be renamed")
+        raise UnsupportedError(catalog.url, f"no name matches {left[0]!r}, which is to be renamed")
     return replace(catalog.rename(new.__getitem__), values=values)
 
 

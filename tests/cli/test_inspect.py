@@ -35,6 +35,11 @@ def test_fragments_and_values_are_shown_when_asked(ucconvert: Program, src: Path
     assert "step = 7" in out
 
 
+def test_a_checkpoint_of_tensors_alone_is_said_to_have_no_values(ucconvert: Program, tmp_path: Path) -> None:
+    write_native(tmp_path / "ck", {"w": torch.zeros(2)})
+    assert ucconvert("inspect", tmp_path / "ck", "--values").out.splitlines()[-1] == "values: none"
+
+
 def test_select_and_limit_shorten_the_list(ucconvert: Program, src: Path) -> None:
     out = ucconvert("inspect", src, "--select", "model/*", "--limit", "1").out
     assert "layers.0.w" in out

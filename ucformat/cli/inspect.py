@@ -66,7 +66,10 @@ def inspect(
     for alias, name in sorted(catalog.aliases.items()):
         say(f"{alias} → {name}")
     if values:
-        _tell_values(catalog.values, "")
+        if catalog.values in ({}, None):
+            say("values: none")
+        else:
+            _tell_values(catalog.values, "")
     for text in catalog.notes.remarks:
         remark(text)
 
@@ -156,4 +159,4 @@ def _tell_values(value: object, path: str) -> None:
             _tell_values(below, f"{path}/{key}" if path else str(key))
     else:
         text = repr(value)
-        say(f"{path} = {text if len(text) <= 100 else text[:97] + '...'}")
+        say(f"{path or 'values'} = {text if len(text) <= 100 else text[:97] + '...'}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 from ucformat.catalog import Catalog
@@ -83,6 +84,8 @@ def open_named(url: str, step: int | None = None) -> tuple[str, Catalog]:
         return open_named(f"{url.rstrip('/')}/{_module('native').step_name(step)}")
     module = detect(source)
     catalog: Catalog = module.open_catalog(source) if step is None else module.open_catalog(source, step)
+    if source.file is not None and catalog.store.url == source.store.url:
+        catalog = replace(catalog, file=source.file)
     return str(module.NAME), catalog
 
 

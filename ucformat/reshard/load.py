@@ -109,7 +109,7 @@ def open_alike(where: str, step: int | None, group: Group) -> tuple[str, Catalog
             if opened[0] == "snapshot":
                 step = opened[1].notes.step  # slots hold several, and newer ones any time
             elif step is not None or locate(where).file is None:
-                chosen, step = opened[1].store.url, None
+                chosen, step = opened[1].url, None
     chosen, step = group.broadcast((chosen, step))
     with group.together(f"opening {where}"):
         opened = opened or formats.open_named(chosen, step)
@@ -124,7 +124,7 @@ def load_catalog(
     catalog: Catalog, into: MutableMapping[str, object], options: LoadOptions, group: Group, format_name: str = ""
 ) -> LoadReport:
     """Restore `into` from an open checkpoint. Every rank of `group` calls it, with catalogs of one checkpoint."""
-    where = catalog.store.url
+    where = catalog.url
     with group.together(f"renaming what {where} holds"):
         if options.rename is not None:
             catalog = rename_catalog(catalog, options.rename)
@@ -153,7 +153,7 @@ def _plan(
     reading: Reading | None = None
     here: list[bool] = []
     remarks: tuple[str, ...] = ()
-    with group.together(f"planning {catalog.store.url}"):
+    with group.together(f"planning {catalog.url}"):
         _check_kinds(pieces, catalog, cast=options.cast)
         wanted: list[tuple[str, Box | None]] = [(piece.spec.name, piece.box) for piece in pieces]
         dest = [piece.view for piece in pieces]
@@ -173,7 +173,7 @@ def _plan(
 
 def _report(catalog: Catalog, names: NameAccount, brought: Sequence[tuple[list[str], tuple[str, ...]]]) -> LoadReport:
     return LoadReport(
-        source=catalog.store.url,
+        source=catalog.url,
         format="",
         step=catalog.notes.step,
         loaded=names.loaded,

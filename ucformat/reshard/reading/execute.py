@@ -169,7 +169,7 @@ class Reading:
         """Run, and take out of the page cache what that brought there. Every rank of `group` calls, with what `look` told."""
         with Wake(self.catalog, self.tasks, here) as wake:
             wake.join(group)
-            with group.together(f"reading {self.catalog.store.url}"):
+            with group.together(f"reading {self.catalog.url}"):
                 self._read_all(self._suiting(here), wake)
 
     def look(self) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
@@ -13,9 +15,26 @@ from numpy.typing import NDArray
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
 from ucformat.dtypes import DTYPES
-from ucformat.reshard.reading.execute import execute
+from ucformat.errors import UnsupportedError
+from ucformat.reshard.reading.execute import WIDTH, execute
 from ucformat.reshard.reading.plan import plan, refuse_expanded, wants
 from ucformat.storage.recent import RecentReads
+
+_NOT_IN_NUMPY = {
+    torch.complex32: torch.complex64,
+    **dict.fromkeys(
+        [
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.float8_e8m0fnu,
+        ],
+        torch.float32,
+    ),
+}
+"""dtypes that numpy lacks, and wider ones that hold all their numbers."""
 
 Index = int | slice | EllipsisType
 
@@ -85,10 +104,36 @@ class LazyTensor:
         return read(self.catalog, self.name)
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[np.generic]:
-        return np.asarray(self.read().numpy(), dtype=dtype)
+        """All of it as a new array, for `numpy.asarray`.
+
+        Dtypes that numpy lacks (bfloat16, float8) come as those of the package ml_dtypes where it is installed, or as the
+        `dtype` that is asked for, converted exactly to float32 first. Raises UnsupportedError without either, and for packed
+        dtypes; ValueError for `copy=False`.
+        """
+        if copy is False:
+            raise ValueError(f"{self.name!r} lies in a file: an array of it is always a copy")
+        return np.asarray(_as_numpy(self.read(), self.name, convert=dtype is not None), dtype=dtype)
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {self.spec.dtype}, {list(self.shape)})"
+
+
+def _as_numpy(tensor: torch.Tensor, name: str, *, convert: bool) -> NDArray[np.generic]:
+    """`tensor` as an array that holds the same numbers; with `convert` of a wider dtype where numpy lacks its own."""
+    packed = tensor.dtype == torch.float4_e2m1fn_x2
+    if tensor.dtype not in _NOT_IN_NUMPY and not packed:
+        return tensor.numpy()
+    if convert and not packed:
+        return tensor.to(_NOT_IN_NUMPY[tensor.dtype]).numpy()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    with contextlib.suppress(ImportError):
+        found = getattr(importlib.import_module("ml_dtypes"), kind, None)
+        if found is not None:
+            return tensor.view(WIDTH[tensor.element_size()]).numpy().view(found)
+    how = "`.read()` gives a torch tensor"
+    if not packed:
+        how += ", numpy.asarray(…, dtype=numpy.float32) a wider dtype, and with ml_dtypes installed numpy has it"
+    raise UnsupportedError(name, f"numpy has no dtype {kind}: {how}")
 
 
 def _box(shape: tuple[int, ...], index: tuple[Index, ...]) -> tuple[Box, tuple[int | slice, ...]]:
@@ -123,7 +168,8 @@ def _box(shape: tuple[int, ...], index: tuple[Index, ...]) -> tuple[Box, tuple[i
 class Checkpoint(Mapping[str, LazyTensor]):
     """A checkpoint of any format, opened: `checkpoint["model/wte.weight"][0:8]` reads just those rows.
 
-    Names are canonical (`model/<fqn>`, `optimizer/<fqn>/<state>`), tied names included. `values` is the value tree.
+    Names are canonical (`model/<fqn>`, `optimizer/<fqn>/<state>`), tied names included. As in every mapping, `keys()` are the
+    names, and `values()` and `items()` give `LazyTensor`s; everything that is no tensor is in `values_tree`.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -133,7 +179,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def values_tree(self) -> object:
-        """Everything in the checkpoint that is no tensor."""
+        """Everything in the checkpoint that is no tensor: steps, hyper-parameters, states of schedulers, as nested dicts.
+
+        Not `values`, which a mapping has as a method: it gives the tensors.
+        """
         return self.catalog.values
 
     @property
@@ -151,4 +200,4 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return len(self._names)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.catalog.store.url!r}, {len(self)} tensors, {self.catalog.nbytes} bytes)"
+        return f"Checkpoint({self.catalog.url!r}, {len(self)} tensors, {self.catalog.nbytes} bytes)"

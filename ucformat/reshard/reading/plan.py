@@ -80,7 +80,7 @@ def refuse_expanded(catalog: Catalog, wanted: Wants) -> None:
         stored = float((catalog.stops(rows) - table.start[rows]).sum())
         if nbytes[index] > _EXPANDED_TIMES * stored > 0:
             why = f"an expanded view of {stored:,.0f} stored bytes that would take {nbytes[index]:,.0f}: read slices of it"
-            raise UnsupportedError(f"{catalog.store.url}: {catalog.tensors[tensor].name}", why)
+            raise UnsupportedError(f"{catalog.url}: {catalog.tensors[tensor].name}", why)
 
 
 def wants(catalog: Catalog, wanted: Iterable[tuple[str, Box | None]]) -> Wants:
@@ -93,11 +93,11 @@ def wants(catalog: Catalog, wanted: Iterable[tuple[str, Box | None]]) -> Wants:
         try:
             index = catalog.find(name)
         except KeyError:
-            raise CoverageError(name, box, catalog.store.url) from None
+            raise CoverageError(name, box, catalog.url) from None
         shape = catalog.tensors[index].shape
         whole = Box.whole(shape) if box is None else box
         if not whole.inside(shape):
-            raise CoverageError(name, whole, f"{catalog.store.url}: stored shape {list(shape)}")
+            raise CoverageError(name, whole, f"{catalog.url}: stored shape {list(shape)}")
         rows.append((index, whole))
     ndim = catalog.fragments.offset.shape[1]
     return Wants(
@@ -198,7 +198,7 @@ def _prove(
         if flaw is None:
             continue
         if not flaw.overlap:
-            raise CoverageError(spec.name, flaw.box, catalog.store.url)
+            raise CoverageError(spec.name, flaw.box, catalog.url)
         _, size = boxes.clip(offset[rows, :ndim], length[rows, :ndim], np.array([flaw.box.offset]), np.array([flaw.box.length]))
         guilty = fragment[rows][(size > 0).all(axis=1)]
         raise OverlapError(spec.name, flaw.box, [catalog.files[i].path for i in catalog.fragments.file[guilty]])

@@ -68,7 +68,7 @@ def account(loading: Loading, catalog: Catalog, rules: NameRules, group: Group) 
     ranks = group.all_gather(_of_rank(loading, catalog, names, rules))
     if len({rank.names for rank in ranks}) > 1:
         raise UnsupportedError(
-            catalog.store.url, "ranks take the numbered optimizer states for different parameters: convert it to named ones first"
+            catalog.url, "ranks take the numbered optimizer states for different parameters: convert it to named ones first"
         )
     used = np.zeros(len(names), dtype=bool)
     for rank in ranks:
@@ -79,12 +79,12 @@ def account(loading: Loading, catalog: Catalog, rules: NameRules, group: Group) 
     _check_patterns(rules, [any(column) for column in zip(*(rank.matched for rank in ranks), strict=True)], names, catalog)
     if names and not loaded and any(rank.wants for rank in ranks):
         raise NamesMismatchError(
-            catalog.store.url, missing, unexpected, _advice(catalog, missing, unexpected), "no name is both wanted and stored"
+            catalog.url, missing, unexpected, _advice(catalog, missing, unexpected), "no name is both wanted and stored"
         )
     lost = [name for name in missing if not matcher(rules.allow_missing)(name)]
     spare = [name for name in unexpected if not matcher(rules.allow_unexpected)(name)]
     if lost or spare:
-        raise NamesMismatchError(catalog.store.url, lost, spare, _advice(catalog, lost, spare))
+        raise NamesMismatchError(catalog.url, lost, spare, _advice(catalog, lost, spare))
     return NameAccount(tuple(loaded), tuple(missing), tuple(unexpected), tuple(ignored))
 
 
@@ -116,11 +116,11 @@ def _spare(
 def _check_patterns(rules: NameRules, wanted: Sequence[bool], names: Sequence[str], catalog: Catalog) -> None:
     idle = [pattern for pattern, hit in zip(rules.allow_missing, wanted, strict=True) if not hit]
     if idle:
-        raise UnsupportedError(catalog.store.url, f"allow_missing: no name of the state matches {idle[0]!r}")
+        raise UnsupportedError(catalog.url, f"allow_missing: no name of the state matches {idle[0]!r}")
     paths = (*names, *_value_paths(catalog))
     for pattern in rules.allow_unexpected:
         if pattern not in EVERYTHING and not any(map(matcher([pattern]), paths)):
-            raise UnsupportedError(catalog.store.url, f"allow_unexpected: no stored name matches {pattern!r}")
+            raise UnsupportedError(catalog.url, f"allow_unexpected: no stored name matches {pattern!r}")
 
 
 def _value_paths(catalog: Catalog) -> list[str]:

@@ -50,7 +50,7 @@ def with_names(catalog: Catalog, tree: object, optimizers: Sequence[Sequence[Nam
             raise UnsupportedError(key, "stored by number, in a list with other things: load the optimizers from a dict")
         node: dict[str, Any] = {GROUPS: []}
         for item, given in zip(items, found.dicts, strict=True):
-            named = _named(item, given, f"{catalog.store.url}: {'/'.join(found.path) or 'the optimizer state'}", catalog)
+            named = _named(item, given, f"{catalog.url}: {'/'.join(found.path) or 'the optimizer state'}", catalog)
             node = {**node, **named, GROUPS: [*node[GROUPS], *named[GROUPS]]}
         catalog = _put(catalog, found.path, key, node)
         names = [name for item in items for group in item.groups for name in item.group_names(group)]
