@@ -122,13 +122,13 @@ Progress = Callable[[int, int], None]
 
 
 def convert(
-    src: str,
-    dst: str,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
     to: str,
     *,
     dtype: str | None = None,
     keep_dtype: Sequence[str] = (),
-    companions: str | None = None,
+    companions: str | os.PathLike[str] | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rename: Rename = (),
@@ -153,7 +153,7 @@ def convert(
 
     Raises what `prepare` and the target's writer raise; then `dst` is as it was.
     """
-    group = current(process_group)
+    group, src, dst = current(process_group), os.fspath(src), os.fspath(dst)
     with group.together(f"planning the conversion of {src}"):
         conversion = prepare(
             src,
@@ -161,7 +161,7 @@ def convert(
             to,
             dtype=dtype,
             keep_dtype=keep_dtype,
-            companions=companions,
+            companions=None if companions is None else os.fspath(companions),
             select=select,
             exclude=exclude,
             rename=rename,

@@ -6,6 +6,7 @@ writing is listed as in use, and stays.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class _Found:
     step: int = -1
 
 
-def prune(path: str, *, keep: int | None = None, dry_run: bool = False) -> list[Leftover]:
+def prune(path: str | os.PathLike[str], *, keep: int | None = None, dry_run: bool = False) -> list[Leftover]:
     """Remove what killed saves and conversions left at `path`, and with `keep` old steps; what was removed, or is in use.
 
     `path` is a checkpoint, or a run directory with all its steps, or what a conversion was to write. With `keep` the newest step
@@ -56,7 +57,7 @@ def prune(path: str, *, keep: int | None = None, dry_run: bool = False) -> list[
     """
     if keep is not None and keep < 1:
         raise ValueError("keep must be ≥ 1: the newest checkpoint always stays")
-    store = open_store(path)
+    store = open_store(os.fspath(path))
     found = [*_unfinished(store), *([] if keep is None else _old_steps(store, keep))]
     for item in found:
         if not dry_run and not item.leftover.in_use:

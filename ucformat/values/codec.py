@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from ucformat.errors import FormatError, UnrepresentableError
+from ucformat.values.hints import hints
 
 MAX_DEPTH = 128  # containers within containers: more is a cycle or an attack, and stays clear of Python's own limit
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # what readers in other languages hold in one integer
@@ -96,7 +97,7 @@ def _to_json(x: object, at: Where) -> object:
     if writer is None and type(x).__module__ == "torch":
         writer = _torch_writers().get(type(x))
     if writer is None:
-        raise UnrepresentableError(str(at), type(x).__qualname__)
+        raise UnrepresentableError(str(at), type(x).__qualname__, *hints(x))
     return writer(x, at)
 
 

@@ -5,6 +5,7 @@ The walk runs twice: dry before anything is read, to note which tensors are need
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ucformat import values
 from ucformat.errors import RankLocalError, UnsupportedError
 from ucformat.reshard.restoring import optimizers
 from ucformat.reshard.state import megatron, module, optimizer, own_methods
-from ucformat.reshard.state.assign import Pending, assign, is_stateful, pending
+from ucformat.reshard.state.assign import Pending, assign, check, is_stateful, pending
 from ucformat.reshard.state.leaf import is_tensor
 from ucformat.reshard.state.markers import RankLocalItem
 from ucformat.reshard.state.walk import Walker
@@ -73,6 +74,7 @@ class Putter:
             self.missing.append("/".join(at))
             return x
         if self.dry:
+            check(x, node, "/".join(at))
             self.fresh += pending(node)
             return x
         return assign(x, node)
@@ -94,7 +96,8 @@ class Putter:
             return x
         if isinstance(x, tuple):
             return tuple(new)
-        x[:] = new
+        for i, item in enumerate(new):
+            x[i] = item
         return x
 
     def _module(self, found: module.Found, node: Any, at: tuple[str, ...]) -> None:
@@ -151,6 +154,8 @@ class Putter:
         if chosen is None:
             return
         if self.dry:
+            if not chosen.gathered:
+                check(x.value, chosen.item, "/".join(at))
             self.fresh += pending(chosen.item)
         else:
             x.value = chosen.item if chosen.gathered else assign(x.value, chosen.item)
@@ -233,7 +238,7 @@ def _has_live(x: object) -> bool:
     """Whether anything in `x` is read in place or takes its state back by itself."""
     if isinstance(x, dict):
         return any(map(_has_live, x.values()))
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple, deque)):
         return any(map(_has_live, x))
     return is_tensor(x) or isinstance(x, (np.ndarray, RankLocalItem)) or is_stateful(x) or megatron.kind_of(x) is not None
 

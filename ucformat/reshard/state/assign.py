@@ -13,6 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ucformat import values
 from ucformat.errors import UnsupportedError
+from ucformat.reshard.state import rng
+
+DICTS = frozenset({dict, OrderedDict, Counter, defaultdict})
+"""Types of live dicts. What makes counters and default dicts more than dicts is the live one's, and not stored."""
+SEQUENCES = frozenset({list, tuple, deque})
+"""Types of live sequences. A deque is stored as a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +36,15 @@ class Stateful(Protocol):
 
 
 def is_stateful(x: object) -> TypeGuard[Stateful]:
+    if rng.is_generator(x):
+        return True
     return not isinstance(x, type) and callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
 
 
 def state_of(x: Stateful, path: str) -> Any:
-    """What `x.state_dict()` gives. Raises UnsupportedError naming `path` when it fails."""
+    """What `x.state_dict()` gives, or the state of a generator. Raises UnsupportedError naming `path` when it fails."""
+    if rng.is_generator(x):
+        return rng.state_of(x)
     try:
         return x.state_dict()
     except Exception as error:
@@ -72,10 +82,15 @@ def assign(live: Any, new: object) -> object:
     if is_stateful(live):
         restore_state(live, new)
         return live
-    if type(live) in {dict, OrderedDict} and type(new) in {dict, OrderedDict}:
+    if type(live) in DICTS and type(new) in {dict, OrderedDict}:
         fresh = {key: assign(live.get(key), item) for key, item in cast(dict[Any, Any], new).items()}
         live.clear()
         live.update(fresh)
+        return live
+    if type(live) is deque and type(new) is list:
+        items = [assign(a, b) for a, b in zip(live, new, strict=True)] if len(live) == len(new) else new
+        live.clear()
+        live.extend(items)
         return live
     if type(live) is list and type(new) is list:
         live[:] = [assign(a, b) for a, b in zip(live, new, strict=True)] if len(live) == len(new) else new
@@ -83,6 +98,21 @@ def assign(live: Any, new: object) -> object:
     if type(live) is tuple and type(new) is tuple and len(live) == len(new):
         return tuple(assign(a, b) for a, b in zip(live, new, strict=True))
     return new
+
+
+def check(live: Any, new: object, path: str) -> None:
+    """Raise UnsupportedError where `assign` would have to refuse `new` or lose some of it, before anything is changed."""
+    if rng.is_generator(live):
+        rng.check(live, new, path)
+    elif type(live) is deque and type(new) is list and live.maxlen is not None and live.maxlen < len(new):
+        raise UnsupportedError(path, f"a deque of at most {live.maxlen} items here, {len(new)} are stored: make it longer")
+    elif type(live) in DICTS and isinstance(new, dict):
+        for key, item in live.items():
+            if key in new:
+                check(item, new[key], f"{path}/{key}")
+    elif type(live) in SEQUENCES and isinstance(new, (list, tuple)) and len(live) == len(new):
+        for i, (a, b) in enumerate(zip(live, new, strict=True)):
+            check(a, b, f"{path}/{i}")
 
 
 def _assign_tensor(live: torch.Tensor, new: object) -> object:
@@ -106,7 +136,10 @@ def exact(state: Any) -> Any:
 
 
 def restore_state(item: Stateful, stored: object) -> None:
-    """Hand `stored` to `load_state_dict`, in the container types that the object itself uses."""
+    """Hand `stored` to `load_state_dict`, in the container types that the object itself uses. Generators are set to it."""
+    if rng.is_generator(item):
+        rng.restore(item, stored)
+        return
     item.load_state_dict(_like(item.state_dict(), stored))
 
 

@@ -6,7 +6,7 @@ becomes the value tree. `collect` is for saving; `restore` does the same walk to
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from ucformat.errors import UnrepresentableError, UnsupportedError, ValueConflic
 from ucformat.group import Group
 from ucformat.process import collected_later
 from ucformat.reshard.state import megatron, module, optimizer, uneven
-from ucformat.reshard.state.assign import exact, is_stateful, state_of
+from ucformat.reshard.state.assign import DICTS, SEQUENCES, exact, is_stateful, state_of
 from ucformat.reshard.state.leaf import Leaf, Part, forget, is_tensor, leaf, plain
 from ucformat.reshard.state.markers import RankLocalItem
 from ucformat.reshard.state.placement import shard
@@ -186,18 +186,16 @@ class Walker:
             return self._megatron(x, kind, at)
         if is_stateful(x):
             return _GONE if self.loading else self.node(exact(state_of(x, path)), at)
-        if type(x) in {dict, OrderedDict}:
+        if type(x) in DICTS:
             return self._dict(x, at)
-        if type(x) in {list, tuple}:
+        if type(x) in SEQUENCES:
             items = [self.node(y, (*at, str(i))) for i, y in enumerate(x)]
-            return _GONE if items and all(i is _GONE for i in items) else type(x)(None if i is _GONE else i for i in items)
+            return _GONE if items and all(i is _GONE for i in items) else _plain(x)(None if i is _GONE else i for i in items)
         return x
 
     def _dict(self, x: dict[Any, Any], at: tuple[str, ...]) -> Any:
         out = {key: item for key, item in ((k, self.node(y, (*at, str(k)))) for k, y in x.items()) if item is not _GONE}
-        if x and not out:
-            return _GONE
-        return type(x)(out)
+        return _GONE if x and not out else _plain(x)(out)
 
     def _module(self, found: module.Found, at: tuple[str, ...]) -> dict[str, object]:
         out: dict[str, object] = dict(found.leaves)
@@ -235,10 +233,10 @@ class Walker:
             local = plain(x, "/".join(at))
             place = shard(local.shape, [0] * local.dim(), local.shape)  # whole, but under a name that no other rank has
             return Leaf(place.shape, local.dtype, ((local, place),))
-        if type(x) in {dict, OrderedDict}:
-            return type(x)((key, self._own(item, (*at, str(key)))) for key, item in x.items())
-        if type(x) in {list, tuple}:
-            return type(x)(self._own(item, (*at, str(i))) for i, item in enumerate(x))
+        if type(x) in DICTS:
+            return _plain(x)((key, self._own(item, (*at, str(key)))) for key, item in x.items())
+        if type(x) in SEQUENCES:
+            return _plain(x)(self._own(item, (*at, str(i))) for i, item in enumerate(x))
         return x
 
     def _megatron(self, x: Any, kind: megatron.Kind, at: tuple[str, ...]) -> Any:
@@ -258,9 +256,14 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 _GONE: Any = object()  # what stays of items that are stored elsewhere, or not at all
 
 
+def _plain(x: object) -> Any:
+    """The type in which the items of a container are stored: see `assign.DICTS`."""
+    return {Counter: dict, defaultdict: dict, deque: list}.get(type(x), type(x))
+
+
 def is_leafy(x: object) -> bool:
     """Whether no modules or optimizers are looked for inside."""
-    return not isinstance(x, (dict, list, tuple)) or isinstance(x, torch.Size)
+    return not isinstance(x, (dict, list, tuple, deque)) or isinstance(x, torch.Size)
 
 
 def as_modules(x: object) -> list[nn.Module] | None:
