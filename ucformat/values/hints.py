@@ -18,6 +18,8 @@ def hints(x: object) -> Iterator[str]:
         yield "store x._asdict()"
     elif is_dataclass(x) and not isinstance(x, type):
         yield "store dataclasses.asdict(x), or give its class methods state_dict and load_state_dict"
+    elif hasattr(x, "untyped_storage"):
+        yield "put it into a dict, list or tuple"
     elif isinstance(x, dict):
         yield "store dict(x)"
     elif isinstance(x, (list, deque)):

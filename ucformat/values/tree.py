@@ -239,14 +239,15 @@ def prune(values: object, drop: Callable[[str, object], bool], path: str = "") -
     return values
 
 
-def refs(values: object) -> Iterator[str]:
-    """Names of the tensors that have a placeholder somewhere in `values`."""
+def refs(values: object, kinds: tuple[type[TensorRef | ArrayRef], ...] = (TensorRef, ArrayRef)) -> Iterator[str]:
+    """Names of the tensors that have a placeholder, one of `kinds`, somewhere in `values`."""
     if isinstance(values, (TensorRef, ArrayRef)):
-        yield values.name
+        if isinstance(values, kinds):
+            yield values.name
     elif isinstance(values, argparse.Namespace):
-        yield from refs(vars(values))
+        yield from refs(vars(values), kinds)
     elif isinstance(values, Opaque):
-        yield from refs(values.state)
+        yield from refs(values.state, kinds)
     else:
         items: Iterable[object] = ()
         if isinstance(values, dict):
@@ -256,7 +257,7 @@ def refs(values: object) -> Iterator[str]:
         elif isinstance(values, RankLocal):
             items = values.values
         for item in items:
-            yield from refs(item)
+            yield from refs(item, kinds)
 
 
 # ---------------------------------------------------------------- merge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 from collections import Counter, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -78,6 +79,16 @@ def test_a_deque_of_another_length_gets_all_that_is_stored_or_refuses(tmp_path: 
         ucformat.load(tmp_path / "ck", into=short)
     assert short["w"].tolist() == [0]
     assert list(short["window"]["losses"]) == [9]
+
+
+def test_arrays_in_a_namespace_are_read_into_the_live_one(tmp_path: Path) -> None:
+    ucformat.save(tmp_path / "ck", {"args": argparse.Namespace(a=np.arange(3), more=[np.ones(2)], lr=0.5)})
+    array = np.zeros(3, dtype=np.int64)
+    live: dict[str, Any] = {"args": argparse.Namespace(a=array)}
+    ucformat.load(tmp_path / "ck", into=live)
+    assert live["args"].a is array
+    assert array.tolist() == [0, 1, 2]
+    assert (live["args"].more[0].tolist(), live["args"].lr) == ([1, 1], 0.5)
 
 
 def test_modules_in_such_containers_are_saved_and_loaded(tmp_path: Path) -> None:

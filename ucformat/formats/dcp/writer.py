@@ -7,6 +7,7 @@ each of its names, as stock `load` wants every key.
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import pickle
@@ -29,6 +30,7 @@ from ucformat.formats.target import OutputBox, WriteJob
 from ucformat.formats.torchsave.writer import in_order, torch_tree
 from ucformat.storage.store import Bytes, Store
 from ucformat.values.codec import ArrayRef
+from ucformat.values.tree import refs
 
 OUTER_KEY = "dcp:"
 """Before the keys of `torchstate.Outer` in a checkpoint's notes."""
@@ -108,7 +110,8 @@ def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | in
         pieces.setdefault(target.name, []).append((index, target))
         if target.spec.dtype.startswith("F6_"):
             raise UnsupportedError(job.store.url, f"tensor {target.name!r}: torch has no dtype {target.spec.dtype}")
-    arrays = {name: _array(job, pieces[name]) for name in set(_arrays(job.values)) if name in pieces}
+    # what was a numpy array goes into the pickles, being small
+    arrays = {name: _array(job, pieces[name]) for name in set(refs(job.values, (ArrayRef,))) if name in pieces}
     leaves: dict[str, Any] = {name: arrays.get(name, _Tensor(name, held[0][1].spec)) for name, held in pieces.items()}
     tree = torch_tree(job, leaves, prefix=OUTER_KEY, exact=True)
     flat: dict[str, Any] = {}
@@ -133,18 +136,6 @@ class _Tensor:
 
     name: str
     spec: TensorSpec
-
-
-def _arrays(tree: object) -> Iterator[str]:
-    """Names of tensors that were numpy arrays among the values: they go back into the pickles, being small."""
-    if isinstance(tree, ArrayRef):
-        yield tree.name
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _arrays(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _arrays(value)
 
 
 def _array(job: WriteJob, held: Sequence[tuple[int, OutputBox]]) -> np.ndarray[Any, Any]:
@@ -181,11 +172,13 @@ def _descends(items: Sequence[Any]) -> bool:
 def _tensors_in(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_tensors_in, value.values()))
+    if isinstance(value, argparse.Namespace):
+        return _tensors_in(vars(value))
     return isinstance(value, _Tensor) or (isinstance(value, (list, tuple)) and any(map(_tensors_in, value)))
 
 
 def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, OutputBox]]]) -> Planned:
-    """A value, with the tensors that lie in its tuples."""
+    """A value, with the tensors that lie in its tuples and namespaces."""
     tensors: list[tuple[Outgoing, tuple[Range, ...]]] = []
 
     def outgoing(x: Any) -> Any:
@@ -195,6 +188,8 @@ def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, 
             return leaf
         if isinstance(x, dict):
             return type(x)((name, outgoing(below)) for name, below in x.items())
+        if isinstance(x, argparse.Namespace):
+            return argparse.Namespace(**outgoing(vars(x)))
         return type(x)(map(outgoing, x)) if type(x) in (list, tuple) else x
 
     data_pkl = pickle_tree(outgoing(value))

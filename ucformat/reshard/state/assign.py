@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def pending(tree: object) -> Iterator[str]:
         yield from pending(tree.values)
     elif isinstance(tree, values.Opaque):
         yield from pending(tree.state)
+    elif isinstance(tree, argparse.Namespace):
+        yield from pending(vars(tree))
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from pending(item)
@@ -87,6 +90,9 @@ def assign(live: Any, new: object) -> object:
         live.clear()
         live.update(fresh)
         return live
+    if type(live) is argparse.Namespace and type(new) is argparse.Namespace:
+        assign(vars(live), vars(new))
+        return live
     if type(live) is deque and type(new) is list:
         items = [assign(a, b) for a, b in zip(live, new, strict=True)] if len(live) == len(new) else new
         live.clear()
@@ -106,6 +112,8 @@ def check(live: Any, new: object, path: str) -> None:
         rng.check(live, new, path)
     elif type(live) is deque and type(new) is list and live.maxlen is not None and live.maxlen < len(new):
         raise UnsupportedError(path, f"a deque of at most {live.maxlen} items here, {len(new)} are stored: make it longer")
+    elif type(live) is argparse.Namespace and isinstance(new, argparse.Namespace):
+        check(vars(live), vars(new), path)
     elif type(live) in DICTS and isinstance(new, dict):
         for key, item in live.items():
             if key in new:

@@ -53,11 +53,18 @@ def restore(x: Any, stored: Any) -> None:
         elif isinstance(x, random.Random):
             x.setstate(state)
         elif isinstance(x, np.random.RandomState):
-            x.set_state(state)
+            x.set_state(_with_arrays(state))
         else:
-            _bits(x).state = state
+            _bits(x).state = _with_arrays(state)
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
         raise UnsupportedError(_kind(x), f"can't be set to the state that is stored: {error}") from error
+
+
+def _with_arrays(state: Any) -> Any:
+    """`state` with arrays where a `torch.save` file, which holds no arrays, has tensors."""
+    if isinstance(state, dict):
+        return {key: _with_arrays(item) for key, item in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
 def _bits(x: Any) -> Any:

@@ -258,7 +258,9 @@ _GONE: Any = object()  # what stays of items that are stored elsewhere, or not a
 
 def _plain(x: object) -> Any:
     """The type in which the items of a container are stored: see `assign.DICTS`."""
-    return {Counter: dict, defaultdict: dict, deque: list}.get(type(x), type(x))
+    if type(x) in {Counter, defaultdict}:
+        return dict
+    return list if type(x) is deque else type(x)
 
 
 def is_leafy(x: object) -> bool:
