@@ -13,7 +13,7 @@ WATCHED = (
     "open", "close", "write", "pwrite", "fsync", "fdatasync", "replace", "rename", "unlink", "rmdir", "mkdir", "makedirs", "link",
     "ftruncate", "truncate", "posix_fallocate", "copy_file_range", "sendfile", "utime", "symlink",
 )  # fmt: skip
-READS = ("pread", "preadv", "scandir", "stat", "read")
+READS = ("pread", "preadv", "scandir", "listdir", "stat", "lstat", "read")
 _FAILING = {
     "open": [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES],
     "write": [errno.ENOSPC, errno.EIO, errno.EDQUOT],
@@ -48,7 +48,8 @@ class Trap:
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             path = args[0] if args else ""
-            if isinstance(path, (str, bytes, os.PathLike)) and not os.fsdecode(path).startswith(self.under):
+            named = isinstance(path, (str, bytes, os.PathLike)) and kwargs.get("dir_fd") is None
+            if named and not os.fsdecode(path).startswith(self.under):
                 return real(*args, **kwargs)
             self.calls += 1
             if self.calls != self.at:

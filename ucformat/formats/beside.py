@@ -127,9 +127,7 @@ class DirectoryAttempt:
             self.parent.rename(self.name, aside)
             self.parent.rename(self.staged, self.name)
             self.parent.rename(aside, self.staged)
-        if self.parent.identity(self.staged) != self.before:  # another attempt came between
-            self.parent.exchange(self.staged, self.name)
-            raise ConflictError(f"{self.parent.url}/{self.name}")
+        _prove_exchanged(self.parent, self.staged, self.name, self.before)
 
     def _prove(self, name: str) -> None:
         if self.parent.identity(name) != self.before:
@@ -153,8 +151,24 @@ def begin(store: Store, overwrite: bool) -> DirectoryAttempt:
     replaces = tuple(path for path in store.files() if owns(path)) if before else ()
     claim = ownership.begin(parent, "convert", place=name, replaces=replaces, identity=before or "")
     attempt = DirectoryAttempt(parent, name, claim, before, owns)
-    attempt.staging.put(_sign(claim.token), b"")
+    try:
+        attempt.staging.put(_sign(claim.token), b"")
+    except BaseException:
+        attempt.discard()  # else it would be held, and so in use, for as long as this process lives
+        raise
     return attempt
+
+
+def _prove_exchanged(parent: Store, staged: str, name: str, before: str | None) -> None:
+    """After an exchange: what was replaced is what was to be, else it is undone. Raises ConflictError, StorageError."""
+    try:
+        replaced = parent.identity(staged)
+    except BaseException:
+        parent.exchange(staged, name)  # what can't be looked at is not removed
+        raise
+    if replaced != before:  # another attempt came between
+        parent.exchange(staged, name)
+        raise ConflictError(f"{parent.url}/{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +197,7 @@ class FileAttempt:
             except UnsupportedError:
                 parent.replace(self.staged, self.name)
             else:
-                if parent.identity(self.staged) != self.before:
-                    parent.exchange(self.staged, self.name)
-                    raise ConflictError(where)
+                _prove_exchanged(parent, self.staged, self.name, self.before)
         try:
             ownership.remove_all(parent, self.claim.token)
         except UcformatError as error:
@@ -230,12 +242,23 @@ def clear_one(parent: Store, marker: ownership.Marker) -> None:
         parent.rename(aside, staged if parent.exists(marker.place) else marker.place)
     if marker.identity and parent.identity(staged) == marker.identity:
         settle(parent, marker)
+    elif not parent.exists(staged):  # it is in its place, or was never written
+        parent.sub(marker.place).remove(_sign(marker.token))
     elif not is_new_one(parent, marker):
         where = f"{parent.url}/{staged}"
         raise StorageError(
             where, f"is neither what was replaced at {marker.place} nor what was to come: look at it, then remove it"
         )
+    else:
+        _remove_staged(parent.sub(staged), _sign(marker.token))
     ownership.remove_all(parent, marker.token, keep_folder=True)
+
+
+def _remove_staged(new: Store, sign: str) -> None:
+    """Remove what was written, its sign last: a removal that is cut short can then be taken up again."""
+    for name in new.list():
+        if not name.startswith(sign):
+            new.remove(name.rstrip("/"))
 
 
 def settle(parent: Store, marker: ownership.Marker) -> None:

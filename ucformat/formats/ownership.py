@@ -161,7 +161,12 @@ def begin(
             hold = store.hold(marker.path)
         except MissingFileError:
             continue
-        if hold.intact():
+        try:
+            intact = hold.intact()
+        except BaseException:
+            hold.release()
+            raise
+        if intact:
             return Claim(store, marker, hold)
         hold.release()  # somebody took it for abandoned before it was held
 

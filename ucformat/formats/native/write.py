@@ -70,7 +70,10 @@ def _write_over(job: WriteJob) -> None:
 
     def commit_all(store: Store) -> None:
         claim = ownership.begin(store, "convert", token=generation.token)
-        _commit(replace(job, store=store), Attempt(store, generation, claim, None), everyone)
+        try:
+            _commit(replace(job, store=store), Attempt(store, generation, claim, None), everyone)
+        finally:
+            claim.hold.release()
 
     staging.publish(job, write_mine, commit_all, MANIFEST, written=lambda: everyone.extend(_in_order(group.gather(mine))))
 
