@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ucformat import formats, values
-from ucformat.errors import ExistsError, MissingFileError, NotACheckpointError, SnapshotChangedError, UcformatError
+from ucformat.errors import CheckpointChangedError, ExistsError, MissingFileError, NotACheckpointError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.native.manifest import MANIFEST
 from ucformat.formats.source import locate
@@ -205,7 +205,7 @@ def _again_if_replaced(where: str, step: int | None, load_once: Callable[[], T],
         before = _record(where, step) if group.rank == 0 else None
         try:
             return load_once()
-        except SnapshotChangedError:  # on all ranks, or on none
+        except CheckpointChangedError:  # on all ranks, or on none
             continue
         except MissingFileError:  # the same
             if not group.broadcast(group.rank == 0 and _record(where, step) != before):

@@ -91,7 +91,7 @@ class File:
     inline: bytes | None = None
     """The bytes themselves, for small tensors that a reader had to compute (`path` then says from what)."""
     guard: Callable[[], None] | None = None
-    """For a file that others write to: raises SnapshotChangedError once it holds something else than what the catalog says.
+    """For a file that others write to: raises CheckpointChangedError once it holds something else than what the catalog says.
     What was read before a call that returns is right."""
 
 

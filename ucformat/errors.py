@@ -301,12 +301,21 @@ class SnapshotInUseError(UcformatError):
         super().__init__(f"{directory}: in use by {holder or 'another process'}: give every job a directory of its own")
 
 
-class SnapshotChangedError(UcformatError):
+class CheckpointChangedError(UcformatError):
+    """`path` was replaced while it was read: what was read must not be used."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: replaced while it was read: read it again")
+
+
+class SnapshotChangedError(CheckpointChangedError):
     """A running job gave a slot to another version while step `step` was read from it: what was read must not be used."""
 
     def __init__(self, file: str, step: int) -> None:
-        self.file, self.step = file, step
-        super().__init__(
+        self.file, self.path, self.step = file, file, step
+        UcformatError.__init__(
+            self,
             f"{file}: given to another version while step {step} was read: open the directory again for the newest version; "
-            "stop the job, or give it more slots, when reading takes longer than its steps"
+            "stop the job, or give it more slots, when reading takes longer than its steps",
         )

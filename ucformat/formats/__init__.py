@@ -17,6 +17,7 @@ from ucformat.errors import MissingFileError, NotACheckpointError, UnsupportedEr
 from ucformat.formats import strangers
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
+from ucformat.formats.unchanged import opened_unchanged
 
 _LOG = logging.getLogger("ucformat")
 
@@ -83,7 +84,11 @@ def open_named(url: str, step: int | None = None) -> tuple[str, Catalog]:
     if step is not None and not _module("snapshot").detect(source):
         return open_named(f"{url.rstrip('/')}/{_module('native').step_name(step)}")
     module = detect(source)
-    catalog: Catalog = module.open_catalog(source) if step is None else module.open_catalog(source, step)
+    arguments = (source,) if step is None else (source, step)
+    if module.NAME == "native":
+        catalog: Catalog = module.open_catalog(*arguments)
+    else:
+        catalog = opened_unchanged(source, lambda: module.open_catalog(*arguments))
     if source.file is not None and catalog.store.url == source.store.url:
         catalog = replace(catalog, file=source.file)
     return str(module.NAME), catalog

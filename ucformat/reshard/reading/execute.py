@@ -61,7 +61,7 @@ def execute(
     `seen` carries checksums over from one execution to the next, where a file is read by several.
 
     Raises ShapeMismatchError and DTypeMismatchError before any read; ChecksumError, FormatError, MissingFileError and
-    StorageError, naming file and bytes, while reading; SnapshotChangedError for slots of a running job that changed meanwhile:
+    StorageError, naming file and bytes, while reading; CheckpointChangedError for what was replaced meanwhile:
     the destinations are then partly filled.
     """
     Reading(plan, dest, cast=cast, seen=seen, on_bytes=on_bytes, verify=verify).run(threads)
@@ -198,7 +198,7 @@ class Reading:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Behind the block, what it read is of one version. Raises SnapshotChangedError, whatever else came of a change."""
+        """Behind the block, what it read is of one version. Raises CheckpointChangedError, whatever else came of a change."""
         try:
             yield
         except UcformatError:
