@@ -105,14 +105,6 @@ def test_what_has_no_bytes_is_refused_with_its_path(tensor: object, error: type[
         collect({"deep": {"thing": tensor}})
 
 
-def test_an_expanded_tensor_is_saved_but_not_loaded_into(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"x": torch.ones(1, 3).expand(4, 3)}
-    found = held(state)
-    assert same(union([found])["x"], torch.ones(4, 3))
-    with pytest.raises(UnsupportedError, match="expanded"):
-        prepare(state, catalog_of_ranks(tmp_path, [found]))
-
-
 def test_an_inference_tensor_is_loaded_into(tmp_path: Path) -> None:
     with torch.inference_mode():
         live = torch.zeros(3, 4, dtype=torch.bfloat16).t()

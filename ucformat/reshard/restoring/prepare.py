@@ -18,11 +18,12 @@ import torch
 
 from ucformat import values
 from ucformat.catalog import Catalog, TensorSpec
-from ucformat.errors import ShapeMismatchError, UnsupportedError, ValueConflictError
+from ucformat.errors import ShapeMismatchError, ValueConflictError
 from ucformat.group import Group
 from ucformat.reshard.reading.lazy import read_many
 from ucformat.reshard.restoring import by_position, optimizers
 from ucformat.reshard.restoring.apply import Putter, find, own_settings
+from ucformat.reshard.restoring.shared_memory import same_bytes, to_base
 from ucformat.reshard.state import optimizer
 from ucformat.reshard.state.assign import Pending
 from ucformat.reshard.state.leaf import Leaf, forget
@@ -94,7 +95,7 @@ def _plan(state: MutableMapping[str, object], catalog: Catalog, walker: Walker, 
     specs, pieces = make_pieces(leaves, aliases)
     names = {*(spec.name for spec in specs), *aliases}
     _check_empty(specs, catalog)
-    pieces = tuple(_writable(piece) for piece in _by_stored_name(pieces, aliases, catalog))
+    pieces = tuple(_writable(to_base(piece, catalog)) for piece in _by_stored_name(pieces, aliases, catalog))
     _compare_tied(pieces, aliases, catalog, walker.group.rank)
     dry = Putter(walker, frozenset(names), partial(_read, catalog), dry=True)
     dry.put_all(state, tree)
@@ -236,10 +237,8 @@ def _by_stored_name(pieces: Iterable[Piece], aliases: Mapping[str, str], catalog
 
 
 def _writable(piece: Piece) -> Piece:
-    """The piece with a view that can be written. Raises UnsupportedError when its elements share memory."""
+    """The piece with a view that can be written."""
     view = piece.view
-    if any(step == 0 and n > 1 for step, n in zip(view.stride(), view.shape, strict=True)):
-        raise UnsupportedError(piece.spec.name, "an expanded tensor can't be loaded into, its elements are one: clone it first")
     if view.is_inference():  # torch would refuse to write into it, though the memory is like any other
         alias = torch.empty(0, dtype=view.dtype, device=view.device)
         alias.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
@@ -264,12 +263,7 @@ def _compare_tied(pieces: Iterable[Piece], aliases: Mapping[str, str], catalog: 
                 continue  # refused for that
             alike = catalog.spec(alias).shape == piece.spec.shape
             a, b = read_many(catalog, [(name, piece.box), (alias, piece.box)]) if alike else (piece.view, None)
-            if b is None or not _same_bytes(a.to(piece.view.dtype), b.to(piece.view.dtype)):
+            if b is None or not same_bytes(a.to(piece.view.dtype), b.to(piece.view.dtype)):
                 raise ValueConflictError(
                     alias, (rank,), f"tied to {name} here, and stored apart with other values", "untie them, or store them alike"
                 )
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    flat = [x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*flat)

@@ -79,7 +79,9 @@ def assign(live: Any, new: object) -> object:
         return live
     if isinstance(live, torch.Tensor) and not isinstance(live, DTensor):
         return _assign_tensor(live, new)
-    if isinstance(live, np.ndarray) and isinstance(new, np.ndarray) and live.shape == new.shape and live.dtype == new.dtype:
+    if isinstance(live, np.ndarray) and isinstance(new, np.ndarray):
+        if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
+            return new
         live[...] = new
         return live
     if is_stateful(live):

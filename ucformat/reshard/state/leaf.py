@@ -182,6 +182,19 @@ def forget() -> None:
     _placed.cache_clear()
 
 
+def with_plain_strides(view: torch.Tensor) -> torch.Tensor:
+    """`view`, seen so that torch can see it as bytes: the stride of a single element may be anything, and torch keeps it."""
+    return view.as_strided(view.shape, [1] * view.dim()) if view.numel() == 1 else view
+
+
+def refuse_unwritable(x: np.ndarray, at: str) -> None:
+    """Raise UnsupportedError for an array that nothing can be loaded into: its leaf would be a copy."""
+    if not x.flags.writeable:
+        raise UnsupportedError(at, "a read-only array can't be loaded into: copy it first")
+    if any(step < 0 for step in x.strides):
+        raise UnsupportedError(at, "an array with negative strides can't be loaded into: copy it first")
+
+
 def _array(x: np.ndarray, at: str) -> torch.Tensor:
     """A tensor that shares the array's memory, or a copy when it can't be written anyway."""
     if not x.flags.writeable or any(step < 0 for step in x.strides):

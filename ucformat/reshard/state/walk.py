@@ -25,7 +25,7 @@ from ucformat.group import Group
 from ucformat.process import collected_later
 from ucformat.reshard.state import megatron, module, optimizer, uneven
 from ucformat.reshard.state.assign import DICTS, SEQUENCES, exact, is_stateful, state_of
-from ucformat.reshard.state.leaf import Leaf, Part, forget, is_tensor, leaf, plain
+from ucformat.reshard.state.leaf import Leaf, Part, forget, is_tensor, leaf, plain, refuse_unwritable, with_plain_strides
 from ucformat.reshard.state.markers import RankLocalItem
 from ucformat.reshard.state.placement import shard
 
@@ -162,6 +162,8 @@ class Walker:
         rest, tensors = values.split(tree, lambda x: isinstance(x, Leaf))
         leaves = dict(self.fixed)
         for name, x in tensors.items():
+            if self.loading and isinstance(x, np.ndarray):
+                refuse_unwritable(x, name)
             item = leaf(x, name) if isinstance(x, np.ndarray) else x
             leaves.setdefault(name, []).append(item)
         return leaves, rest
@@ -362,7 +364,7 @@ def _views(name: str, parts: Iterable[Part]) -> Iterable[tuple[Box, torch.Tensor
                 name, f"a local tensor of shape {list(local.shape)} where its placement says {list(placed.local)}"
             )
         for box, view in placed.views(local):
-            yield box, view, placed
+            yield box, with_plain_strides(view), placed
 
 
 def mesh_axes(meshes: Iterable[DeviceMesh]) -> tuple[dict[str, int], dict[str, int] | None]:
