@@ -373,7 +373,6 @@ def clear_one(store: Store, marker: ownership.Marker, record: Record | None) -> 
     elif marker.what == "remove":
         if record is None:
             _remove_replaced(store, marker, None)
-        store.remove(marker.path)
-        store.remove_folder()
+        ownership.remove_all(store, marker.token)
     else:
         ownership.remove_all(store, marker.token)
