@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ import ucformat
 from benchmarks.snapshot_loop import Loop, Setting
 from tests.reshard.ranks import on_ranks, same
 from ucformat.containers.file_image import ByteRequest
-from ucformat.errors import NotACheckpointError
+from ucformat.errors import NotACheckpointError, SnapshotInUseError, SnapshotMemoryError, ValueConflictError
 from ucformat.reshard.reading.fill import TensorFill
 from ucformat.snapshot.copyplan.plan import Mode
+from ucformat.snapshot.keeper.handoff import Persist
 from ucformat.snapshot.slots import slot_set
 from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.snapshotter import Snapshotter
@@ -321,14 +323,54 @@ def test_memory_that_is_too_small_is_told_before_anything_is_taken(place: Path, 
     monkeypatch.setattr(slot_set, "room", lambda directory: replace(room(directory), free=1000))
     training = Training(place)
     training.update()
-    training.take()
-    training.update()
-    training.snap.close()
-    report = training.snap.report()
-    assert (report.taken, report.failed) == (0, 1)
-    assert "SnapshotMemoryError" in report.failures[0]
+    for _ in range(2):
+        with pytest.raises(SnapshotMemoryError):
+            training.take()
     with pytest.raises(NotACheckpointError):
         ucformat.open(training.directory)
+    monkeypatch.undo()
+    training.take()  # what failed was undone, and is tried again
+    truth = training.truth()
+    training.snap.close()
+    assert_kept(training, 1, truth)
+
+
+def test_a_directory_in_use_is_an_error_at_the_first_take(place: Path) -> None:
+    first, second = Training(place), Training(place)
+    first.take()
+    with pytest.raises(SnapshotInUseError):
+        second.take()
+    first.snap.close()
+    second.take()
+    second.snap.close()
+    assert second.snap.report().taken == 1
+
+
+def test_the_first_failure_of_each_kind_is_logged(place: Path, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
+    with Training(place, mode="blocking").snap as snap:
+        for step in range(1, 4):
+            snap.take(step)
+            broken.works = step < 2
+        snap.deadline()
+    assert snap.report().failed == 2
+    assert caplog.text.count("the memory is gone") == 1
+
+
+def test_versions_are_taken_and_persisted_at_or_after_each_multiple(place: Path) -> None:
+    persist = Persist(str(place / "run"), every=4)
+    training = Training(place, every=3, persist=persist, on_error="raise", slots=3)
+    for training.done in range(1, 14):
+        training.take()
+        training.snap.deadline()
+        while training.snap._room is not None and training.snap._room.keeper is not None and training.snap._room.keeper.busy:
+            time.sleep(0.01)
+    training.snap.close()
+    assert [line.step for line in training.snap.report().done()] == [3, 6, 9, 12]
+    assert ucformat.steps(persist.url) == [6, 9, 12]
+    with pytest.raises(ValueError, match="multiple of every"):
+        Training(place, every=3, persist=Persist("x", every=4, keep_every=8))
+    with pytest.raises(ValueError, match="multiple of every"):
+        Persist("x", every=4, keep_every=6)
 
 
 # -- on two ranks --------------------------------------------------------------------------------------------------------
@@ -426,16 +468,38 @@ def test_replicas_are_kept_once(place: Path) -> None:
     assert all(equal for _, _, equal in ranks)
 
 
-def clash(directory: str) -> tuple[int, str]:
+def crowded(directory: str) -> tuple[str, list[str], int]:
+    """One rank has no memory for its slots; then it has."""
+    snap = Snapshotter({"model": nn.Linear(4, 4), "rank": torch.zeros(0)}, directory=directory, hash_every=0, mode="blocking")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(slot_set, "room", lambda directory: replace(room(directory), free=10))
+        with pytest.raises(SnapshotMemoryError) as raised:
+            snap.take(1)
+        left = [path.name for path in Path(directory).rglob("slot-*")]
+        dist.barrier()
+    with snap:
+        snap.take(2)
+    return str(raised.value), left, snap.report().taken
+
+
+def test_what_one_rank_cannot_set_up_is_undone_on_all_and_tried_again(place: Path) -> None:
+    for why, left, taken in on_ranks(2, crowded, str(place / "slots")):
+        assert "10" in why
+        assert (left, taken) == ([], 1)
+    assert ucformat.open(str(place / "slots")).step == 2
+
+
+def clash(directory: str) -> str:
     """Two stages whose parameters have one name: they must not be taken for replicas."""
     torch.manual_seed(dist.get_rank())
     snap = Snapshotter({"model": nn.Linear(4, 4)}, directory=directory, hash_every=0)
-    snap.take(1)
+    with pytest.raises(ValueConflictError) as raised:
+        snap.take(1)
     snap.close()
-    return snap.report().failed, "\n".join(snap.report().failures)
+    return str(raised.value)
 
 
 def test_different_tensors_of_one_name_are_not_taken_for_replicas(place: Path) -> None:
-    for failed, why in on_ranks(2, clash, str(place / "slots")):
-        assert failed == 1
+    for why in on_ranks(2, clash, str(place / "slots")):
         assert "different contents" in why

@@ -5,17 +5,17 @@
     ...
     optimizer.step(); snap.take(step)                        # begins to copy what the step made
 
-All copying of a step lies between its optimizer step and the next one, which waits for what is left. Nothing that goes
-wrong here reaches the training loop, unless `on_error="raise"`: it is skipped, counted and reported.
+All copying of a step lies between its optimizer step and the next one, which waits for what is left. Once set up, nothing
+that goes wrong here reaches the training loop, unless `on_error="raise"`: it is skipped, counted, reported and logged.
 """
 
 from __future__ import annotations
 
-import time
+import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,29 +25,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.group import Group, current
+from ucformat.snapshot.cadence import Cadence
 from ucformat.snapshot.copying.device import DeviceCopier, copier_for, known
 from ucformat.snapshot.copying.device_version import LateOutcome
-from ucformat.snapshot.copying.host import POLL_S, HostCopier, Outcome
-from ucformat.snapshot.copying.version import Places, Taking
+from ucformat.snapshot.copying.host import HostCopier, Outcome
+from ucformat.snapshot.copying.version import Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist, Persistence
 from ucformat.snapshot.planner import Planner
 from ucformat.snapshot.report import SnapshotReport, StepReport
 from ucformat.snapshot.restore import Restored, restore
+from ucformat.snapshot.room import Room
 from ucformat.snapshot.schedule import hooks
 from ucformat.snapshot.schedule.clock import Span, StepClock, now
 from ucformat.snapshot.schedule.replay import Track
 from ucformat.snapshot.schedule.strategy import derive
-from ucformat.snapshot.slots.slot_set import Slot, SlotSet
-from ucformat.snapshot.slots.votes import VersionVotes
-from ucformat.snapshot.source.revisit import Watch
-from ucformat.snapshot.source.share import Share, TornError, agree
+from ucformat.snapshot.slots.slot_set import SlotSet
+from ucformat.snapshot.source.share import Share
 from ucformat.snapshot.trace import Trace, gaps
 
 if TYPE_CHECKING:
     from ucformat.snapshot.schedule.timed_stage import TimedStage
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
+_LOG = logging.getLogger("ucformat")
 OnError = Literal["skip", "raise"]
 
 
@@ -57,10 +58,12 @@ class Snapshotter:
     `state` is what `ucformat.save` takes. `directory` is on tmpfs, shared by the ranks of a host; `slots` (2 or 3) times the
     rank's share of the state is taken there at the first snapshot. `schedule` is a torch pipelining schedule object (or a
     `snapshot.schedule.Schedule`), `mesh` the device mesh: both only inform plan and report. `mode` is how to copy, see
-    `bubbles.Mode`; before a plan can be made, copies run beside compute. Steps that are multiples of `every` are taken.
+    `copyplan.plan.Mode`; before a plan can be made, copies run beside compute. Of the steps that `take` is called with, the
+    first one at or after each multiple of `every` is taken. Use it as a context manager, or call `close`.
 
     `persist` sends some of them to storage, in a process of its own, as ordinary checkpoints. The same process computes block
-    checksums of steps that are multiples of `hash_every` (0: of persisted ones alone); what has none is not verified when read.
+    checksums, of the first step taken at or after each multiple of `hash_every` (0: of persisted ones alone); a version that
+    has none is not verified when it is read.
     """
 
     def __init__(
@@ -79,7 +82,12 @@ class Snapshotter:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if slots < 2 or every < 1:
-            raise ValueError("an engine needs two slots at least, and takes every first step or fewer")
+            raise ValueError(f"slots ({slots}) must be at least 2 and every ({every}) at least 1")
+        if persist is not None and persist.keep_every is not None and persist.every % every:
+            raise ValueError(
+                f"with keep_every, Persist.every ({persist.every}) must be a multiple of every ({every}): steps beside its "
+                "multiples would be persisted, and keep_every would keep few of them or none"
+            )
         self.state, self.directory, self.mesh = state, directory, mesh
         self.schedule: object | None = schedule
         self.every, self.on_error, self.slot_count = every, on_error, slots
@@ -90,25 +98,27 @@ class Snapshotter:
         self.trace_log = Trace(self.group.rank)
         self._report = SnapshotReport()
         self._copier: HostCopier | DeviceCopier | None = None
-        self._slots: SlotSet | None = None
-        self._share: Share | None = None
-        self._watch: Watch | None = None
+        self._room: Room | None = None
         self._taking: Taking | None = None
         self._late: deque[tuple[Taking, Outcome]] = deque()
         """Versions past their deadline of which is not known yet what became of them, or not counted."""
         self._planner = Planner(mode, self.group, self._report)
-        self._peers: VersionVotes | None = None
-        self._places: Places | None = None
-        self._run, self._last = "", -1
-        self._patient_until = 0.0  # on the monotonic clock: until then, a version waits for a slot
+        self._run = ""
+        self._cadence = Cadence(every, persist.every if persist else None, hash_every)
+        self._warned: set[str] = set()
         self.on_copied: Callable[[int, int, int], None] | None = None
         """Called after every chunk with step, bytes copied so far and bytes in all, by the thread that copies."""
         self._persist, self._hash_every = persist, hash_every
-        self._persistence: Persistence | None = None
         # none of this is for torch.compile to trace
         self._uncompiled_clock = hooks.UncompiledClock.of(self.clock)
         self._take, self._deadline = torch.compiler.disable(self._take_now), torch.compiler.disable(self._meet_deadline)
         self._hooks = hooks.before_update(hooks.optimizers(state), self._meet_deadline)
+
+    def __enter__(self) -> Snapshotter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- what a loop calls ---------------------------------------------------------------------------------------
 
@@ -123,7 +133,12 @@ class Snapshotter:
         return hooks.computing(self._uncompiled_clock, name)
 
     def take(self, step: int) -> None:
-        """Begin a snapshot of the state as it is now: call it right after the optimizer step. Every rank calls it."""
+        """Begin a snapshot of the state as it is now: call it right after the optimizer step. Every rank calls it.
+
+        The first call makes the slots. What fails then is undone as a whole and raised, the same class on every rank, and the
+        next call tries again: SnapshotMemoryError, SnapshotInUseError, StorageError, ValueConflictError, UnrepresentableError,
+        RankFailedError. Later failures are skipped, counted and logged at WARNING, the first of each kind (see `on_error`).
+        """
         self._take(step)
 
     def _take_now(self, step: int) -> None:
@@ -131,6 +146,8 @@ class Snapshotter:
         self._meet_deadline()
         if not self.enabled:
             return
+        if self._room is None:
+            self._room = self._set_up()
         report = StepReport(step)
         self.trace_log.begin()
         try:
@@ -187,7 +204,7 @@ class Snapshotter:
         another job fills the slots: the same class on every rank. Which version was passed over, and whether the one that was
         taken could be verified, is said in `Restored` and logged.
         """
-        if self._share is not None:
+        if self._room is not None:
             raise RuntimeError("restore before the first snapshot is taken: slots are in use")
         self._run = self.group.broadcast(uuid.uuid4().hex)
         return restore(self.state, self.directory, self._persist.url if self._persist else None, self._run, self.group)
@@ -206,56 +223,44 @@ class Snapshotter:
         Waits until the version in hand has a slot, for the other ranks and the keeper, but no longer than a minute; and
         until the keeper has persisted what it was given, for which `Persist.timeout_s` is the limit.
         """
-        self._patient_until = now() + CLOSE_S
-        try:
+        with ExitStack() as stack:
+            if self._room is not None:
+                self._room.patient_until = now() + CLOSE_S
+                stack.callback(self._room.close, remove=remove)
+            if self._copier is not None:
+                stack.callback(self._copier.stop)
+            for handle in self._hooks:
+                stack.callback(handle.remove)
             self.deadline()
             self.wait()
-        finally:
-            for handle in self._hooks:
-                handle.remove()
-            if self._copier is not None:
-                self._copier.stop()
-            if self._persistence is not None:
-                self._persistence.close()
-            if self._peers is not None:
-                self._peers.close()
-            if self._slots is not None:
-                self._slots.close(remove=remove)
 
     # -- a snapshot ----------------------------------------------------------------------------------------------
 
     def _begin(self, report: StepReport) -> None:
-        if self._share is None:
-            self._set_up()
-        share, slots, places = self._share, self._slots, self._places
-        assert share is not None
-        assert slots is not None
-        assert places is not None
-        if report.step % self.every:
+        room = self._room
+        assert room is not None
+        due = self._cadence.next(report.step)
+        if due is None:
             report.skipped = f"every {self.every} steps"
             return
-        if report.step <= self._last:
-            raise ValueError(f"step {report.step} after step {self._last}: steps ascend; to go back, make a new Snapshotter")
-        self._last = report.step
-        if self._persistence is not None:
-            self._persistence.poll()
-        assert self._watch is not None
-        boundary = self._watch.look(self.state)
+        if room.keeper is not None:
+            room.keeper.poll()
+        boundary = room.watch.look(self.state)
         if self._copier is None:
             self._copier = copier_for(boundary.views)
             if isinstance(self._copier, DeviceCopier):
-                slots.pin()
-        taking = Taking(report, boundary, places, self._free_slot, self._copier)
+                room.pin()
+        taking = Taking(report, boundary, due, room.places, room.free_slot, self._copier)
         try:
             taking.begin()
             plan = self._planner.plan(taking.sizes)
         except Exception:
-            self._let_go(taking)
+            room.let_go(taking)
             raise
         report.mode, report.predicted_ms, report.window_use = plan.taken, plan.exposed * 1e3, plan.window_use
-        report.nbytes = share.nbytes
+        report.nbytes = room.share.nbytes
         self._taking = taking
-        taking.copy(plan, partial(self._store, taking), partial(self._ended, taking), self._teller(taking))
+        taking.copy(plan, partial(room.store, taking), partial(self._ended, room, taking), self._teller(taking))
 
     def _teller(self, taking: Taking) -> Callable[[int], None] | None:
         """What tells `on_copied` of a version's progress."""
@@ -265,29 +270,13 @@ class Snapshotter:
         total = int(taking.sizes.sum())
         return lambda copied: tell(step, copied, total)
 
-    def _store(self, taking: Taking) -> None:
-        """All is in place: the version is valid from now on. Any thread."""
-        share, slots = self._share, self._slots
-        assert share is not None
-        assert slots is not None
-        assert taking.slot is not None
-        if changed := taking.changed():
-            raise TornError(share.keys[i] for i in changed)
-        slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
-        self._tell(taking.report.step, held=True)
-
-    def _ended(self, taking: Taking, outcome: LateOutcome) -> None:
+    @staticmethod
+    def _ended(room: Room, taking: Taking, outcome: LateOutcome) -> None:
         """A device has copied a version, or never will. Another thread."""
         if outcome.quiet:
-            self._let_go(taking)
+            room.let_go(taking)
         if not outcome.finished:
-            self._tell(taking.report.step, held=False)
-
-    def _let_go(self, taking: Taking) -> None:
-        """Nothing is copied into a version's slot any more."""
-        if taking.slot is not None and isinstance(self._copier, DeviceCopier):
-            assert self._slots is not None
-            self._slots.release(taking.slot)
+            room.votes.tell(taking.report.step, held=False)
 
     def _collect(self, *, wait: bool = False) -> None:
         """Count the versions of which is known what became of them; `wait` for all."""
@@ -302,73 +291,62 @@ class Snapshotter:
                 self._fail(taking.report, error)
 
     def _commit(self, taking: Taking, outcome: Outcome) -> None:
-        report = taking.report
+        report, room = taking.report, self._room
+        assert room is not None
         report.windowed, report.beside, report.exposed = outcome.windowed, outcome.beside, outcome.exposed
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.refused:
             report.skipped = "no free slot: others are read, or still needed until all ranks have the next version"
-            if self._peers is not None and self._peers.trouble:
-                report.skipped += f" ({self._peers.trouble})"
+            if room.votes.trouble:
+                report.skipped += f" ({room.votes.trouble})"
             self._report.skipped += 1
+            self._warn("skipped", f"step {report.step}: {report.skipped}")
             return
         self._report.taken += 1
         # a device that is behind the host does not see when the host found a slot
         self._planner.learn(outcome, 0.0 if isinstance(outcome, LateOutcome) else taking.gate)
-        if self._persistence is not None and taking.slot is not None:
-            self._persistence.committed(taking.slot, report.step, self._patient_until)
-
-    def _free_slot(self) -> Slot | None:
-        """A slot to fill, as soon as there is one; `close` waits for it."""
-        assert self._slots is not None
-        assert self._peers is not None
-        while True:
-            for fate in self._peers.hear():
-                self._slots.settle(fate.step, whole=fate.whole)
-            slot = self._slots.begin()
-            if slot is not None and isinstance(self._copier, DeviceCopier):
-                self._slots.hold(slot)  # until the device is done with it, which may be after the next version was begun
-            if slot is not None or now() >= self._patient_until:
-                return slot
-            if self._persistence is not None:
-                self._persistence.poll()
-            time.sleep(POLL_S)
-
-    def _tell(self, step: int, *, held: bool) -> None:
-        """Every rank tells the others what became of each version."""
-        if self._peers is not None:
-            self._peers.tell(step, held=held)
+        if room.keeper is not None and taking.slot is not None:
+            room.keeper.committed(taking.slot, report.step, taking.due, room.patient_until)
 
     def _lost(self, step: int) -> None:
         """Tell that this rank will never hold a version, after what is told of earlier ones."""
         for _, outcome in self._late:
             known(outcome, wait=True)
-        self._tell(step, held=False)
+        if self._room is not None:
+            self._room.votes.tell(step, held=False)
 
     def _fail(self, report: StepReport, error: Exception) -> None:
         report.skipped = f"{type(error).__name__}: {error}"
         self._report.failed += 1
         self._report.failures.append(f"step {report.step}: {report.skipped}")
+        self._warn(type(error).__name__, f"step {report.step} is not kept: {report.skipped}")
         if self.on_error == "raise":
             raise error
 
-    def _set_up(self) -> None:
-        """Agree on the shares and make the slots; every rank does it at its first snapshot."""
-        share = agree(self.state, self.group)
+    def _warn(self, kind: str, text: str) -> None:
+        """Log the first failure of each kind; the report has all."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _LOG.warning("snapshots of rank %d: %s", self.group.rank, text)
+
+    def _set_up(self) -> Room:
+        """Every rank does it at its first snapshot, with the others."""
         run = self._run = self._run or self.group.broadcast(uuid.uuid4().hex)
-        slots: SlotSet | None = None
-        with self.group.together("making room for snapshots"):
+
+        def create(share: Share) -> SlotSet:
             self._planner.strategy = derive(self.mesh, self.schedule)
-            slots = SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
-        assert slots is not None
-        slots.agree(self.group.all_gather(slots.adopted))
-        if self._persist is not None or self._hash_every:
-            self._persistence = Persistence(slots, self._report, run, self._persist, hash_every=self._hash_every)
-        self._places = Places.of(share, slots)
-        self._peers = VersionVotes(self.group)
-        self._slots, self._share, self._watch = slots, share, Watch(share, self.group)
+            return SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
+
+        def start(slots: SlotSet) -> Persistence | None:
+            if self._persist is None and not self._hash_every:
+                return None
+            return Persistence(slots, self._report, run, self._persist, self._warn)
+
+        room = Room.make(self.state, self.group, create, start)
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
-        self._report.slot_bytes, self._report.remarks = share.nbytes, slots.remarks
+        self._report.slot_bytes, self._report.remarks = room.share.nbytes, room.slots.remarks
+        return room
 
     # -- the step ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from ucformat.box import Ints
 from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DType
 from ucformat.reshard.reading.fill import TensorFill
+from ucformat.snapshot.cadence import Due
 from ucformat.snapshot.copying.device import DeviceCopier
 from ucformat.snapshot.copying.device_version import DeviceWork, LateOutcome
 from ucformat.snapshot.copying.host import HostCopier, Work
@@ -57,11 +58,12 @@ class Taking:
         self,
         report: StepReport,
         boundary: Boundary,
+        due: Due,
         places: Places,
         free_slot: Callable[[], Slot | None],
         copier: HostCopier | DeviceCopier,
     ) -> None:
-        self.report, self.boundary, self.began = report, boundary, now()
+        self.report, self.boundary, self.due, self.began = report, boundary, due, now()
         self.names: tuple[str, ...] = ()
         """The step's actions, once they are known."""
         self.slot: Slot | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ucformat.snapshot.cadence import Due
 from ucformat.snapshot.keeper.client import Keeper
 from ucformat.snapshot.keeper.messages import Event, Failed, Hashed, KeeperOptions, Persisted, Restarted
 from ucformat.snapshot.report import SnapshotReport
@@ -21,7 +23,7 @@ class Persist:
     url: str
     """Run directory, at any fsspec URL: every persisted step is an ordinary checkpoint in it."""
     every: int = 100
-    """Steps that are multiples of this are persisted."""
+    """The first step taken at or after each multiple of this is persisted; one that is skipped or fails is not made up for."""
     keep: int | None = None
     """So many of the newest stay; None for all."""
     keep_every: int | None = None
@@ -33,14 +35,22 @@ class Persist:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ValueError("persist every first step or fewer")
+            raise ValueError(f"Persist.every ({self.every}) must be at least 1")
+        if self.keep_every is not None and self.keep_every % self.every:
+            raise ValueError(
+                f"keep_every ({self.keep_every}) must be a multiple of every ({self.every}): no other steps are persisted"
+            )
+
+
+Warn = Callable[[str, str], None]
+"""Logs the first failure of each kind: its kind, and what happened."""
 
 
 class Persistence:
     """One rank's keeper and the slots that it reads."""
 
-    def __init__(self, slots: SlotSet, report: SnapshotReport, run: str, persist: Persist | None, *, hash_every: int) -> None:
-        self._slots, self._report, self._persist, self._hash_every = slots, report, persist, hash_every
+    def __init__(self, slots: SlotSet, report: SnapshotReport, run: str, persist: Persist | None, warn: Warn) -> None:
+        self._slots, self._report, self._persist, self._warn = slots, report, persist, warn
         self._held: set[int] = set()
         told = persist or Persist("")
         self._keeper = Keeper(
@@ -59,20 +69,30 @@ class Persistence:
         )
         self._keeper.start()
 
-    def committed(self, slot: Slot, step: int, patient_until: float = 0.0) -> None:
-        """A version is complete here: hand it on when its step asks for it. Waits for a busy keeper until a time (monotonic)."""
-        persist = self._persist is not None and step % self._persist.every == 0
-        if persist or (self._hash_every and step % self._hash_every == 0):
-            taken = self._keeper.hash_and_maybe_persist(slot.index, step, persist)
-            while not taken and time.monotonic() < patient_until:
-                time.sleep(LOOK_S)
-                self.poll()
-                taken = self._keeper.hash_and_maybe_persist(slot.index, step, persist)
-            if not taken and persist:
-                self._report.persist_failed += 1
-                self._report.failures.append(f"step {step}: not persisted: the keeper is busy with earlier versions")
-                self._keeper.hash_and_maybe_persist(slot.index, step, persist=False)
-            self._follow()
+    def committed(self, slot: Slot, step: int, due: Due, patient_until: float = 0.0) -> None:
+        """A version is complete here: hand it on if it is due. Waits for a busy keeper until a time (monotonic)."""
+        if not (due.persist or due.hash):
+            return
+        taken = self._keeper.hash_and_maybe_persist(slot.index, step, due.persist)
+        while not taken and time.monotonic() < patient_until:
+            time.sleep(LOOK_S)
+            self.poll()
+            taken = self._keeper.hash_and_maybe_persist(slot.index, step, due.persist)
+        if not taken and due.persist:
+            self._lost(step, "not persisted: the keeper is busy with earlier versions")
+            self._keeper.hash_and_maybe_persist(slot.index, step, persist=False)
+        self._follow()
+
+    def _lost(self, step: int, why: str) -> None:
+        self._report.persist_failed += 1
+        self._report.failures.append(f"step {step}: {why}")
+        self._warn("persist", f"step {step} is not in storage: {why}")
+
+    @property
+    def busy(self) -> bool:
+        """Whether the keeper still has a version to persist."""
+        self.poll()
+        return self._keeper.persists()
 
     def poll(self) -> None:
         """Hear what the keeper has done since."""
@@ -102,8 +122,8 @@ class Persistence:
         elif isinstance(event, Persisted):
             self._report.persisted.append(event.step)
         elif isinstance(event, Failed):
-            self._report.persist_failed += 1
-            self._report.failures.append(f"step {event.step}: {event.message}")
+            self._lost(event.step, event.message)
         elif isinstance(event, Restarted):
             self._report.keeper_restarts = event.count
             self._report.failures.append(f"keeper: {event.message}")
+            self._warn("keeper", event.message)

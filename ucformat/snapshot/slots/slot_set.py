@@ -90,6 +90,7 @@ class SlotSet:
         records = [found.record for found in stock.adopted if found.record is not None]
         self.adopted: list[Version] = [(record.step, record.run) for record in records if record.world == world]
         """Versions that an earlier process of a job of as many ranks left in these slots."""
+        self._fresh: tuple[int, ...] = ()
         self._ticks = count_from(1)
         self._age: dict[int, int] = {}
         self._replaced: int | None = None
@@ -141,6 +142,7 @@ class SlotSet:
             raise
         slots = cls(stock, lock, rank, world, run, layout)
         slots.slots = tuple(sorted((Slot(file, layout, pieces) for file in files), key=lambda slot: slot.index))
+        slots._fresh = tuple({slot.index for slot in slots.slots} - {found.index for found in stock.adopted})
         for found in stock.adopted:
             if found.record is not None:
                 slots._note(slots.slot(found.index), found.record.step, found.record.run)
@@ -297,6 +299,13 @@ class SlotSet:
             self._lock.release()
             if remove and os.path.isdir(self.directory) and os.listdir(self.directory) == [LOCK]:
                 shutil.rmtree(self.directory, ignore_errors=True)  # the last rank of this host tidies up
+
+    def undo(self) -> None:
+        """Close, and remove the slots that `create` made: no version was in them yet, and their memory is needed elsewhere."""
+        with self._guard:
+            for index in self._fresh:
+                drop(self.folder, index)
+            self.close()
 
     def __enter__(self) -> SlotSet:
         return self

@@ -1,0 +1,43 @@
+"""Which steps are taken, and what is done with them: decided from steps alone, so alike on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What the keeper does with a version."""
+
+    persist: bool
+    hash: bool
+
+
+class Cadence:
+    """Of the steps that it is asked about, the first one at or after each multiple of `every` is taken.
+
+    Of those, the first one at or after each multiple of `persist_every` (None: never) is persisted; likewise for checksums,
+    where 0 means never.
+    """
+
+    def __init__(self, every: int, persist_every: int | None, hash_every: int) -> None:
+        self._every, self._persist_every, self._hash_every = every, persist_every, hash_every
+        self._asked: int | None = None
+        self._taken: int | None = None
+
+    def next(self, step: int) -> Due | None:
+        """What is done with a step; None when it is not taken. Raises ValueError unless steps ascend."""
+        if self._taken is not None and step <= self._taken:
+            raise ValueError(f"step {step} after step {self._taken}: steps ascend; to go back, make a new Snapshotter")
+        since = step - 1 if self._asked is None else self._asked
+        self._asked = step
+        if not _reached(self._every, since, step):
+            return None
+        before = step - self._every if self._taken is None else self._taken
+        self._taken = step
+        return Due(_reached(self._persist_every or 0, before, step), _reached(self._hash_every, before, step))
+
+
+def _reached(every: int, before: int, step: int) -> bool:
+    """Whether `step` is the first one at or after a multiple of `every`, when the one before it was `before`."""
+    return every > 0 and step // every > before // every

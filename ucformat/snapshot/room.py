@@ -1,0 +1,104 @@
+"""Where a rank's versions go: slots for its share of the state, what the ranks say of them, and the keeper that reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+from ucformat.group import Group
+from ucformat.snapshot.copying.host import POLL_S
+from ucformat.snapshot.copying.version import Places, Taking
+from ucformat.snapshot.keeper.handoff import Persistence
+from ucformat.snapshot.schedule.clock import now
+from ucformat.snapshot.slots.slot_set import Slot, SlotSet
+from ucformat.snapshot.slots.votes import VersionVotes
+from ucformat.snapshot.source.revisit import Watch
+from ucformat.snapshot.source.share import Share, TornError, agree
+
+
+class Room:
+    """The slots of one layout of the state. `free_slot`, `store` and `tell` may be called from any thread."""
+
+    def __init__(self, share: Share, slots: SlotSet, votes: VersionVotes, keeper: Persistence | None, group: Group) -> None:
+        self.share, self.slots, self.votes, self.keeper = share, slots, votes, keeper
+        self.places, self.watch = Places.of(share, slots), Watch(share, group)
+        self.patient_until = 0.0
+        """On the monotonic clock: until then, a version waits for a slot."""
+        self._on_device = False
+
+    @classmethod
+    def make(
+        cls,
+        state: Mapping[str, object],
+        group: Group,
+        create: Callable[[Share], SlotSet],
+        start: Callable[[SlotSet], Persistence | None],
+    ) -> Room:
+        """Agree on the shares, make slots and start the keepers: on all ranks, or on none, where nothing is left of it.
+
+        Raises what these raise, the same class on every rank.
+        """
+        share = agree(state, group)
+        slots: SlotSet | None = None
+        keeper: Persistence | None = None
+        try:
+            with group.together("making room for snapshots"):
+                slots = create(share)
+            assert slots is not None
+            slots.agree(group.all_gather(slots.adopted))
+            with group.together("starting keepers"):
+                keeper = start(slots)
+            votes = VersionVotes(group)
+            return cls(share, slots, votes, keeper, group)
+        except BaseException:
+            if keeper is not None:
+                keeper.close()
+            if slots is not None:
+                slots.undo()
+            raise
+
+    def pin(self) -> None:
+        """Copies come from a device: it writes into slots after the host has gone on."""
+        self._on_device = True
+        self.slots.pin()
+
+    def free_slot(self) -> Slot | None:
+        """A slot to fill, as soon as there is one; None when there is none and nobody waits for it."""
+        while True:
+            for fate in self.votes.hear():
+                self.slots.settle(fate.step, whole=fate.whole)
+            slot = self.slots.begin()
+            if slot is not None and self._on_device:
+                self.slots.hold(slot)  # until the device is done with it, which may be after the next version was begun
+            if slot is not None or now() >= self.patient_until:
+                return slot
+            if self.keeper is not None:
+                self.keeper.poll()
+            time.sleep(POLL_S)
+
+    def let_go(self, taking: Taking) -> None:
+        """Nothing is copied into a version's slot any more."""
+        if taking.slot is not None and self._on_device:
+            self.slots.release(taking.slot)
+
+    def store(self, taking: Taking) -> None:
+        """All is in place: the version is valid from now on. Raises TornError when the state has changed meanwhile."""
+        assert taking.slot is not None
+        self.prove_whole(taking)
+        share = self.share
+        self.slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
+        self.votes.tell(taking.report.step, held=True)
+
+    def prove_whole(self, taking: Taking) -> None:
+        """Raises TornError when the state was changed while it was copied."""
+        if changed := taking.changed():
+            raise TornError(self.share.keys[i] for i in changed)
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of everything, whatever fails; versions stay unless `remove`."""
+        with ExitStack() as stack:
+            stack.callback(self.slots.close, remove=remove)
+            stack.callback(self.votes.close)
+            if self.keeper is not None:
+                stack.callback(self.keeper.close)
