@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +21,10 @@ from tests.reshard.ranks import on_ranks, same
 from ucformat.containers.file_image import ByteRequest
 from ucformat.errors import NotACheckpointError, SnapshotInUseError, SnapshotMemoryError, ValueConflictError
 from ucformat.reshard.reading.fill import TensorFill
+from ucformat.snapshot.copying.version import Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist
+from ucformat.snapshot.room import Room
 from ucformat.snapshot.slots import slot_set
 from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.snapshotter import Snapshotter
@@ -163,6 +166,57 @@ def test_a_state_that_changes_unseen_while_it_is_copied_is_never_kept(place: Pat
     training.snap.deadline()
     assert training.kept()[0] == STEPS + 2
     training.snap.close()
+
+
+class Late:
+    """Writes of which the counters rise only after the version was stored: as of a kernel that runs on another thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        stored, self.written = Room.store, threading.Event()
+
+        def store(room: Room, taking: Taking) -> None:
+            stored(room, taking)
+            if taking.report.step == at:
+                with torch.no_grad():
+                    taking.boundary.views[taking.boundary.stable.index(True)].add_(1)
+                self.written.set()
+
+        monkeypatch.setattr(Room, "store", store)
+
+
+def test_a_version_that_turns_out_to_be_torn_is_withdrawn(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch, 3)
+    training = Training(place, mode="overlap")
+    truth: dict[str, torch.Tensor] = {}
+    for step in range(1, 4):
+        training.update()
+        training.take()
+        if step == 3:
+            assert late.written.wait(60)
+            assert training.kept()[0] == 3
+        else:
+            truth = training.truth()
+        training.snap.deadline()
+    assert "changed while it was copied" in training.snap.report().failures[-1]
+    assert_kept(training, 2, truth)
+    training.update()
+    training.take()
+    truth = training.truth()
+    training.snap.close()
+    assert_kept(training, 4, truth)
+    assert (training.snap.report().taken, training.snap.report().failed) == (3, 1)
+
+
+def test_inference_tensors_may_change_at_once(place: Path) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(8, 8)
+    snap = Snapshotter({"model": model}, directory=str(place / "slots"), mode="blocking", hash_every=0, on_error="raise")
+    truth = model.weight.clone()
+    with snap:
+        snap.take(1)
+        with torch.inference_mode():
+            model.weight.add_(1)
+    assert same(ucformat.open(str(place / "slots"))["model/weight"][...], truth)
 
 
 @pytest.mark.parametrize("how", ["another shape", "a new tensor", "one less"])
@@ -466,6 +520,33 @@ def test_replicas_are_kept_once(place: Path) -> None:
     ranks = on_ranks(2, replicated, str(place / "slots"))
     assert sum(mine for mine, _, _ in ranks) == ranks[0][1]
     assert all(equal for _, _, equal in ranks)
+
+
+def torn_on_one(directory: str) -> tuple[list[int | None], int, list[int]]:
+    torch.manual_seed(0)
+    newest: list[int | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        late = Late(patch, 2) if dist.get_rank() else None
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        with Snapshotter({"model": model, "optimizer": optimizer}, directory=directory, hash_every=0, mode="overlap") as snap:
+            for step in range(1, 4):
+                snap.take(step)
+                if late is not None and step == 2:
+                    late.written.wait(60)
+                snap.deadline()
+                dist.barrier()
+                newest.append(ucformat.open(directory).step)
+                dist.barrier()
+    return newest, snap.report().taken, [line.step for line in snap.report().done()]
+
+
+def test_a_version_that_is_torn_on_one_rank_counts_as_taken_on_none(place: Path) -> None:
+    for newest, taken, steps in on_ranks(2, torn_on_one, str(place / "slots")):
+        assert newest == [1, 1, 3]  # what all ranks have stays until all have the next
+        assert (taken, steps) == (2, [1, 3])
 
 
 def crowded(directory: str) -> tuple[str, list[str], int]:

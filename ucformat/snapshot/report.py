@@ -70,6 +70,16 @@ class SnapshotReport:
         """Steps that have a snapshot."""
         return [step for step in self.steps if not step.skipped]
 
+    def uncount(self, step: int, why: str) -> bool:
+        """A version was not taken after all; whether it was counted as taken."""
+        line = next((line for line in reversed(self.steps) if line.step <= step), None)
+        if line is None or line.step != step or line.skipped:
+            return False
+        line.skipped = why
+        self.taken -= 1
+        self.skipped += 1
+        return True
+
     def __str__(self) -> str:
         done = self.done()
         lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
@@ -26,6 +27,8 @@ class Room:
         self.patient_until = 0.0
         """On the monotonic clock: until then, a version waits for a slot."""
         self._on_device = False
+        self._lacking: deque[int] = deque()
+        """Steps whose versions some rank does not hold, as far as this has become known and is not counted yet."""
 
     @classmethod
     def make(
@@ -66,8 +69,7 @@ class Room:
     def free_slot(self) -> Slot | None:
         """A slot to fill, as soon as there is one; None when there is none and nobody waits for it."""
         while True:
-            for fate in self.votes.hear():
-                self.slots.settle(fate.step, whole=fate.whole)
+            self.hear()
             slot = self.slots.begin()
             if slot is not None and self._on_device:
                 self.slots.hold(slot)  # until the device is done with it, which may be after the next version was begun
@@ -77,21 +79,51 @@ class Room:
                 self.keeper.poll()
             time.sleep(POLL_S)
 
+    def hear(self) -> None:
+        """What became of versions that the ranks have told of."""
+        for fate in self.votes.hear():
+            self.slots.settle(fate.step, whole=fate.whole)
+            if not fate.whole:
+                self._lacking.append(fate.step)
+
+    def lacking(self, before: int | None) -> list[int]:
+        """Steps below `before` (None: all) whose versions some rank does not hold, each told once."""
+        found: list[int] = []
+        while self._lacking and (before is None or self._lacking[0] < before):
+            found.append(self._lacking.popleft())
+        return found
+
     def let_go(self, taking: Taking) -> None:
         """Nothing is copied into a version's slot any more."""
         if taking.slot is not None and self._on_device:
             self.slots.release(taking.slot)
 
     def store(self, taking: Taking) -> None:
-        """All is in place: the version is valid from now on. Raises TornError when the state has changed meanwhile."""
+        """All is in place: a crash keeps this version from now on. Raises TornError when the state has changed meanwhile."""
         assert taking.slot is not None
-        self.prove_whole(taking)
+        self._prove_whole(taking)
         share = self.share
         self.slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
-        self.votes.tell(taking.report.step, held=True)
+        if self._on_device:  # by the thread that waits for the device, past the deadline
+            self.votes.tell(taking.report.step, held=True)
 
-    def prove_whole(self, taking: Taking) -> None:
-        """Raises TornError when the state was changed while it was copied."""
+    def confirm(self, taking: Taking) -> None:
+        """The deadline has passed: tell the other ranks of the version. Raises TornError when it had to be taken back.
+
+        A counter of writes rises only when a kernel has written, so what looked whole when it was stored may be torn. The
+        others must not rely on it before that is known: they would give up the version before it.
+        """
+        assert taking.slot is not None
+        held = False
+        try:
+            self._prove_whole(taking)
+            held = True
+        finally:
+            if not held:
+                self.slots.withdraw(taking.slot, taking.report.step)
+            self.votes.tell(taking.report.step, held=held)
+
+    def _prove_whole(self, taking: Taking) -> None:
         if changed := taking.changed():
             raise TornError(self.share.keys[i] for i in changed)
 

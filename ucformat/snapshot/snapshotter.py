@@ -12,6 +12,7 @@ that goes wrong here reaches the training loop, unless `on_error="raise"`: it is
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, MutableMapping
@@ -28,7 +29,7 @@ from ucformat.group import Group, current
 from ucformat.snapshot.cadence import Cadence
 from ucformat.snapshot.copying.device import DeviceCopier, copier_for, known
 from ucformat.snapshot.copying.device_version import LateOutcome
-from ucformat.snapshot.copying.host import HostCopier, Outcome
+from ucformat.snapshot.copying.host import POLL_S, HostCopier, Outcome
 from ucformat.snapshot.copying.version import Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist, Persistence
@@ -38,16 +39,17 @@ from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.room import Room
 from ucformat.snapshot.schedule import hooks
 from ucformat.snapshot.schedule.clock import Span, StepClock, now
-from ucformat.snapshot.schedule.replay import Track
 from ucformat.snapshot.schedule.strategy import derive
 from ucformat.snapshot.slots.slot_set import SlotSet
 from ucformat.snapshot.source.share import Share
-from ucformat.snapshot.trace import Trace, gaps
+from ucformat.snapshot.timeline import Timeline
+from ucformat.snapshot.trace import Trace
 
 if TYPE_CHECKING:
     from ucformat.snapshot.schedule.timed_stage import TimedStage
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
+TELL_S = 2.0  # that `close` waits to hear from the other ranks of the last version
 _LOG = logging.getLogger("ucformat")
 OnError = Literal["skip", "raise"]
 
@@ -103,6 +105,7 @@ class Snapshotter:
         self._late: deque[tuple[Taking, Outcome]] = deque()
         """Versions past their deadline of which is not known yet what became of them, or not counted."""
         self._planner = Planner(mode, self.group, self._report)
+        self._timeline = Timeline(self.clock, self.trace_log, self._planner)
         self._run = ""
         self._cadence = Cadence(every, persist.every if persist else None, hash_every)
         self._warned: set[str] = set()
@@ -138,6 +141,12 @@ class Snapshotter:
         The first call makes the slots. What fails then is undone as a whole and raised, the same class on every rank, and the
         next call tries again: SnapshotMemoryError, SnapshotInUseError, StorageError, ValueConflictError, UnrepresentableError,
         RankFailedError. Later failures are skipped, counted and logged at WARNING, the first of each kind (see `on_error`).
+
+        Until the next optimizer step, parameters and optimizer states must not change unless `deadline()` is called before: a
+        version that they changed in is withdrawn, and counts as failed. That is seen by autograd's counters of in-place writes;
+        not seen are writes through `.data`, numpy or kernels that torch does not know, and those of DTensors. So update moving
+        averages and other parameters that no optimizer holds before `take`, or after `deadline()`. Buffers, tensors beside
+        modules and optimizers, and inference tensors are copied within this call and may change at once.
         """
         self._take(step)
 
@@ -172,7 +181,7 @@ class Snapshotter:
         self._collect(wait=self.clock.running and self._planner.due)
         if not self.clock.running:
             return
-        track, taking = self._end_step(), self._taking
+        track, taking = self._timeline.end(on_host=not isinstance(self._copier, DeviceCopier)), self._taking
         self._taking = None
         if taking is None:
             return
@@ -233,6 +242,15 @@ class Snapshotter:
                 stack.callback(handle.remove)
             self.deadline()
             self.wait()
+            self._learn_last()
+
+    def _learn_last(self) -> None:
+        """Count the last version as the other ranks do, if they tell of it soon."""
+        until = now() + TELL_S
+        while self._room is not None and self._room.votes.waits and now() < until:
+            self._room.hear()
+            time.sleep(POLL_S)
+        self._collect()
 
     # -- a snapshot ----------------------------------------------------------------------------------------------
 
@@ -283,12 +301,16 @@ class Snapshotter:
         while self._late and known(self._late[0][1], wait=wait):
             taking, outcome = self._late.popleft()
             if isinstance(outcome, LateOutcome):
-                self._measured(taking, outcome)
+                self._timeline.measured(taking, outcome)
             self.trace_log.add("copy", outcome.spans)
             try:
                 self._commit(taking, outcome)
             except Exception as error:
                 self._fail(taking.report, error)
+        if self._room is not None:
+            for step in self._room.lacking(self._late[0][0].report.step if self._late else None):
+                if self._report.uncount(step, "another rank does not hold it"):
+                    self._warn("another rank", f"step {step}: another rank does not hold it")
 
     def _commit(self, taking: Taking, outcome: Outcome) -> None:
         report, room = taking.report, self._room
@@ -303,6 +325,8 @@ class Snapshotter:
             self._report.skipped += 1
             self._warn("skipped", f"step {report.step}: {report.skipped}")
             return
+        if taking.slot is not None:
+            room.confirm(taking)
         self._report.taken += 1
         # a device that is behind the host does not see when the host found a slot
         self._planner.learn(outcome, 0.0 if isinstance(outcome, LateOutcome) else taking.gate)
@@ -347,32 +371,6 @@ class Snapshotter:
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
         self._report.slot_bytes, self._report.remarks = room.share.nbytes, room.slots.remarks
         return room
-
-    # -- the step ------------------------------------------------------------------------------------------------
-
-    def _end_step(self) -> Track:
-        """Close the step's record. What the host saw of it counts unless a device tells later."""
-        track = self.clock.end()
-        if not isinstance(self._copier, DeviceCopier):
-            self._note(self.clock.spans, self.clock.began, track)
-        self._planner.ended()
-        return track
-
-    def _measured(self, taking: Taking, outcome: LateOutcome) -> None:
-        """A step as the device ran it."""
-        track, report = outcome.track, taking.report
-        if track is None:
-            return
-        starts, stops = (outcome.began + track.start).tolist(), (outcome.began + track.stop).tolist()
-        self._note([Span(*span) for span in zip(taking.names, starts, stops, strict=False)], outcome.began, track)
-        report.exposed_ms, report.step_ms = outcome.exposed_s * 1e3, track.seconds * 1e3
-        due = outcome.began + track.seconds
-        self.trace_log.add("wait", [Span("deadline", due, due + outcome.exposed_s)])
-
-    def _note(self, spans: list[Span], began: float, track: Track) -> None:
-        self.trace_log.add("compute", spans)
-        self.trace_log.add("idle", gaps(spans, began, began + track.seconds))
-        self._planner.measured(tuple(span.name for span in spans), track)
 
     def _opened(self, position: int) -> None:
         if self._copier is not None:

@@ -261,6 +261,15 @@ class SlotSet:
                 self.settle(step, whole=True)
         return record
 
+    def withdraw(self, slot: Slot, step: int) -> None:
+        """Take back version `step`, which is torn; the one before it is needed again. Raises StorageError."""
+        with self._guard:
+            if not slot.file.clear(self.layout.table_start, _CLEARING_S):
+                raise StorageError(slot.path, f"the torn version of step {step} can't be removed: another process holds its lock")
+            slot.step, slot.needed, self._replaced = None, False, None
+            if (newest := self.newest) is not None:
+                newest.needed = True
+
     def record(self, slot: Slot) -> SlotRecord | None:
         """The record of a slot as it stands now: hashed, once the keeper has done so."""
         return read_record(slot.file.record_path)
@@ -301,11 +310,10 @@ class SlotSet:
                 shutil.rmtree(self.directory, ignore_errors=True)  # the last rank of this host tidies up
 
     def undo(self) -> None:
-        """Close, and remove the slots that `create` made: no version was in them yet, and their memory is needed elsewhere."""
-        with self._guard:
-            for index in self._fresh:
-                drop(self.folder, index)
-            self.close()
+        """Close, and remove what `create` made."""
+        for index in self._fresh:
+            drop(self.folder, index)
+        self.close()
 
     def __enter__(self) -> SlotSet:
         return self

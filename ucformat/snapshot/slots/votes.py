@@ -74,6 +74,12 @@ class VersionVotes:
             self._known.clear()
         return known
 
+    @property
+    def waits(self) -> bool:
+        """Whether the fate of a version that this rank has told of is not known, and may still be learnt."""
+        with self._guard:
+            return bool(self._known) or (bool(self._open) and self._store is not None)
+
     def close(self) -> None:
         """Say and learn nothing more; what was said stays said."""
         with self._guard:

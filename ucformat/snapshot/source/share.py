@@ -123,7 +123,10 @@ def settled(views: Sequence[torch.Tensor], lasts: Sequence[bool], tree: object) 
     computes = {device.type for device in set(map(attrgetter("device"), views))} - {"cpu"}
     return Boundary(
         tuple(views),
-        tuple(lasts if not computes else (a and v.device.type != "cpu" for a, v in zip(lasts, views, strict=True))),
+        tuple(
+            last and not view.is_inference() and not (computes and view.device.type == "cpu")  # such tensors count no writes
+            for last, view in zip(lasts, views, strict=True)
+        ),
         values.encode(tree),
     )
 
