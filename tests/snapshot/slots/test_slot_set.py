@@ -398,7 +398,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_dead_parent(home: Path) -> N
     script = (
         "import os, sys, time\n"
         "from tests.snapshot.rigs.slotfill import pieces\n"
-        "from ucformat.snapshot.slots import SlotSet\n"
+        "from ucformat.snapshot.slots.slot_set import SlotSet\n"
         f"slots = SlotSet.create({str(home)!r}, 0, 1, pieces())\n"
         "child = os.fork()\n"
         "if child == 0:\n"
