@@ -462,7 +462,7 @@ from tests.snapshot.rigs.slotfill import pieces, take, opened, assert_is_step
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.errors import SnapshotMemoryError
-from ucformat.snapshot.slots import SlotSet
+from ucformat.snapshot.slots.slot_set import SlotSet
 home = sys.argv[1]
 def state(mib):
     spec = TensorSpec("w", "U8", (mib << 20,))
