@@ -28,7 +28,6 @@ from ucformat.snapshot.room import Room
 from ucformat.snapshot.slots import slot_set
 from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.snapshotter import Snapshotter
-from ucformat.snapshot.source.share import MovedError
 
 STEPS = 8  # the first plan is made in the fourth
 
@@ -220,31 +219,41 @@ def test_inference_tensors_may_change_at_once(place: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["another shape", "a new tensor", "one less"])
-def test_a_state_laid_out_anew_is_counted_and_training_goes_on(place: Path, how: str) -> None:
-    training = Training(place)
+def test_slots_are_laid_out_anew_when_the_state_has_changed_its_layout(
+    place: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(place, mode="blocking", on_error="raise")
     for _ in range(3):
         training.update()
         training.take()
+    training.snap.deadline()
     change_layout(training, how)
-    for _ in range(3):
+    for step in (4, 5):
         training.update()
-        training.take()
+        if how == "one less":
+            training.state["step"] = training.done = step
+            training.snap.take(step)
+        else:
+            training.take()
+        training.snap.deadline()
+        assert ucformat.open(training.directory).step == step
     training.snap.close()
-    report = training.snap.report()
-    assert (report.taken, report.failed) == (3, 3)
-    assert all("MovedError" in text for text in report.failures)
-    assert training.kept()[0] == 3  # the last whole version stays
+    assert (training.snap.report().taken, training.snap.report().failed) == (5, 0)
+    assert caplog.text.count("laid out anew") == 1
 
 
-def test_a_state_laid_out_anew_raises_if_asked(place: Path) -> None:
-    training = Training(place, on_error="raise")
+def test_a_first_take_before_the_optimizer_has_state_costs_no_later_version(place: Path) -> None:
+    """As when a GradScaler skips the first steps, or gradients are accumulated."""
+    training = Training(place, on_error="raise", mode="blocking")
+    for step in (1, 2):
+        training.done = step
+        training.take()
     training.update()
     training.take()
-    training.state["extra"] = torch.zeros(3)
-    training.update()
-    with pytest.raises(MovedError, match="extra"):
-        training.take()
+    truth = training.truth()
     training.snap.close()
+    assert_kept(training, 3, truth)
+    assert (training.snap.report().taken, training.snap.report().failed) == (3, 0)
 
 
 class Broken:
@@ -547,6 +556,30 @@ def test_a_version_that_is_torn_on_one_rank_counts_as_taken_on_none(place: Path)
     for newest, taken, steps in on_ranks(2, torn_on_one, str(place / "slots")):
         assert newest == [1, 1, 3]  # what all ranks have stays until all have the next
         assert (taken, steps) == (2, [1, 3])
+
+
+def grown_on_one(directory: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with Snapshotter(state, directory=directory, hash_every=0, mode="blocking", on_error="raise") as snap:
+        snap.take(1)
+        snap.deadline()
+        if dist.get_rank():
+            state["more"] = torch.full((3,), 7.0)
+        for step in range(2, 4):
+            snap.take(step)
+            snap.deadline()
+    return snap.report().taken, snap.report().failed
+
+
+def test_slots_are_laid_out_anew_on_all_ranks_when_one_has_changed(place: Path) -> None:
+    for taken, failed in on_ranks(2, grown_on_one, str(place / "slots")):
+        assert (taken, failed) == (3, 0)
+    found = ucformat.open(str(place / "slots"))
+    assert found.step == 3
+    assert same(found["more"][...], torch.full((3,), 7.0))
 
 
 def crowded(directory: str) -> tuple[str, list[str], int]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EARLY = 4  # takes in which ranks meet every time
+RARELY = 32  # takes of which they meet in one, later
+LONGEST = 5  # after so many changes, the least distance between two changes of the layout grows no more
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -41,3 +45,24 @@ class Cadence:
 def _reached(every: int, before: int, step: int) -> bool:
     """Whether `step` is the first one at or after a multiple of `every`, when the one before it was `before`."""
     return every > 0 and step // every > before // every
+
+
+class Meetings:
+    """In which takes ranks ask each other whether the state has changed its layout: that makes them wait for one another.
+
+    Every early one, since optimizers get their states in the first steps; later once in a while.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._layouts = self._next = 0
+
+    def next(self) -> bool:
+        """Whether they do in this take."""
+        self._count = count = self._count + 1
+        often = count <= EARLY or (count <= RARELY and count & (count - 1) == 0)
+        return count >= self._next and (often or count % RARELY == 0)
+
+    def laid_out(self) -> None:
+        """Slots are laid out anew: a state that changes its layout again and again is not worth that every time."""
+        self._layouts += 1
+        self._next = self._count + 2 ** min(self._layouts, LONGEST)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
+_LOG = logging.getLogger("ucformat")
 KEPT_STEPS = 10_000  # step reports kept: hours of training in a few MB
+
+
+class Warnings:
+    """Logs the first failure of each kind; the report has all."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._kinds = rank, set[str]()
+
+    def first(self, kind: str, text: str) -> None:
+        """Log `text` unless something of its kind was logged before."""
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            _LOG.warning("snapshots of rank %d: %s", self._rank, text)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from ucformat.snapshot.schedule.clock import now
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
 from ucformat.snapshot.slots.votes import VersionVotes
 from ucformat.snapshot.source.revisit import Watch
-from ucformat.snapshot.source.share import Share, TornError, agree
+from ucformat.snapshot.source.share import Boundary, Share, TornError, agree
 
 
 class Room:
@@ -61,6 +61,13 @@ class Room:
                 slots.undo()
             raise
 
+    def look(self, state: Mapping[str, object]) -> Boundary | Exception:
+        """The state as it is now, or why that can't be told: MovedError when slots must be laid out anew."""
+        try:
+            return self.watch.look(state)
+        except Exception as error:  # other ranks may be waiting for this one: it is raised later
+            return error
+
     def pin(self) -> None:
         """Copies come from a device: it writes into slots after the host has gone on."""
         self._on_device = True
@@ -85,6 +92,12 @@ class Room:
             self.slots.settle(fate.step, whole=fate.whole)
             if not fate.whole:
                 self._lacking.append(fate.step)
+
+    def hear_until(self, until: float) -> None:
+        """Hear what becomes of all versions that this rank has told of, or what is known of them at a time (monotonic)."""
+        while self.votes.waits and now() < until:
+            self.hear()
+            time.sleep(POLL_S)
 
     def lacking(self, before: int | None) -> list[int]:
         """Steps below `before` (None: all) whose versions some rank does not hold, each told once."""

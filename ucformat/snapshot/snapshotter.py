@@ -11,8 +11,6 @@ that goes wrong here reaches the training loop, unless `on_error="raise"`: it is
 
 from __future__ import annotations
 
-import logging
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, MutableMapping
@@ -26,22 +24,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ucformat.group import Group, current
-from ucformat.snapshot.cadence import Cadence
+from ucformat.snapshot.cadence import Cadence, Meetings
 from ucformat.snapshot.copying.device import DeviceCopier, copier_for, known
 from ucformat.snapshot.copying.device_version import LateOutcome
-from ucformat.snapshot.copying.host import POLL_S, HostCopier, Outcome
+from ucformat.snapshot.copying.host import HostCopier, Outcome
 from ucformat.snapshot.copying.version import Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist, Persistence
 from ucformat.snapshot.planner import Planner
-from ucformat.snapshot.report import SnapshotReport, StepReport
+from ucformat.snapshot.report import SnapshotReport, StepReport, Warnings
 from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.room import Room
 from ucformat.snapshot.schedule import hooks
 from ucformat.snapshot.schedule.clock import Span, StepClock, now
 from ucformat.snapshot.schedule.strategy import derive
 from ucformat.snapshot.slots.slot_set import SlotSet
-from ucformat.snapshot.source.share import Share
+from ucformat.snapshot.source.share import Boundary, MovedError, Share
 from ucformat.snapshot.timeline import Timeline
 from ucformat.snapshot.trace import Trace
 
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
 TELL_S = 2.0  # that `close` waits to hear from the other ranks of the last version
-_LOG = logging.getLogger("ucformat")
 OnError = Literal["skip", "raise"]
 
 
@@ -108,7 +105,9 @@ class Snapshotter:
         self._timeline = Timeline(self.clock, self.trace_log, self._planner)
         self._run = ""
         self._cadence = Cadence(every, persist.every if persist else None, hash_every)
-        self._warned: set[str] = set()
+        self._meetings = Meetings()
+        self._was_set_up = False
+        self._warnings = Warnings(self.group.rank)
         self.on_copied: Callable[[int, int, int], None] | None = None
         """Called after every chunk with step, bytes copied so far and bytes in all, by the thread that copies."""
         self._persist, self._hash_every = persist, hash_every
@@ -155,8 +154,8 @@ class Snapshotter:
         self._meet_deadline()
         if not self.enabled:
             return
-        if self._room is None:
-            self._room = self._set_up()
+        if not self._was_set_up:  # raises, whatever `on_error` says: nothing was promised yet
+            self._room, self._was_set_up = self._set_up(), True
         report = StepReport(step)
         self.trace_log.begin()
         try:
@@ -242,28 +241,22 @@ class Snapshotter:
                 stack.callback(handle.remove)
             self.deadline()
             self.wait()
-            self._learn_last()
-
-    def _learn_last(self) -> None:
-        """Count the last version as the other ranks do, if they tell of it soon."""
-        until = now() + TELL_S
-        while self._room is not None and self._room.votes.waits and now() < until:
-            self._room.hear()
-            time.sleep(POLL_S)
-        self._collect()
+            if self._room is not None:
+                self._room.hear_until(now() + TELL_S)
+            self._collect()
 
     # -- a snapshot ----------------------------------------------------------------------------------------------
 
     def _begin(self, report: StepReport) -> None:
-        room = self._room
-        assert room is not None
         due = self._cadence.next(report.step)
         if due is None:
             report.skipped = f"every {self.every} steps"
             return
+        if self._room is None:  # it could not be laid out anew
+            self._room = self._set_up()
+        room, boundary = self._look(self._room)
         if room.keeper is not None:
             room.keeper.poll()
-        boundary = room.watch.look(self.state)
         if self._copier is None:
             self._copier = copier_for(boundary.views)
             if isinstance(self._copier, DeviceCopier):
@@ -278,15 +271,36 @@ class Snapshotter:
         report.mode, report.predicted_ms, report.window_use = plan.taken, plan.exposed * 1e3, plan.window_use
         report.nbytes = room.share.nbytes
         self._taking = taking
-        taking.copy(plan, partial(room.store, taking), partial(self._ended, room, taking), self._teller(taking))
+        taking.copy(plan, partial(room.store, taking), partial(self._ended, room, taking), taking.teller(self.on_copied))
 
-    def _teller(self, taking: Taking) -> Callable[[int], None] | None:
-        """What tells `on_copied` of a version's progress."""
-        tell, step = self.on_copied, taking.report.step
-        if tell is None:
-            return None
-        total = int(taking.sizes.sum())
-        return lambda copied: tell(step, copied, total)
+    def _look(self, room: Room) -> tuple[Room, Boundary]:
+        """The state as it is now, and its slots, laid out anew if it has changed its layout on any rank. Raises MovedError."""
+        found = room.look(self.state)
+        moved = isinstance(found, MovedError)
+        if self._meetings.next() and any(self.group.all_gather(moved)):
+            self._meetings.laid_out()
+            room = self._lay_out_anew(room)
+            self._warnings.first(
+                "layout", f"slots were laid out anew ({found if moved else 'the state has changed on another rank'})"
+            )
+            found = room.look(self.state)
+        if isinstance(found, Exception):
+            raise found
+        return room, found
+
+    def _lay_out_anew(self, old: Room) -> Room:
+        """Make slots for the state as it is now. The newest version stays in its old slot until there is one in a new slot."""
+        self._collect(wait=True)
+        self._room = None  # until all is set up again, here or in a later step
+        old.votes.close()
+        old.slots.close()
+        try:
+            room = self._room = self._set_up(old.keeper)
+        except BaseException:
+            if old.keeper is not None:
+                old.keeper.close()
+            raise
+        return room
 
     @staticmethod
     def _ended(room: Room, taking: Taking, outcome: LateOutcome) -> None:
@@ -310,7 +324,7 @@ class Snapshotter:
         if self._room is not None:
             for step in self._room.lacking(self._late[0][0].report.step if self._late else None):
                 if self._report.uncount(step, "another rank does not hold it"):
-                    self._warn("another rank", f"step {step}: another rank does not hold it")
+                    self._warnings.first("another rank", f"step {step}: another rank does not hold it")
 
     def _commit(self, taking: Taking, outcome: Outcome) -> None:
         report, room = taking.report, self._room
@@ -323,7 +337,7 @@ class Snapshotter:
             if room.votes.trouble:
                 report.skipped += f" ({room.votes.trouble})"
             self._report.skipped += 1
-            self._warn("skipped", f"step {report.step}: {report.skipped}")
+            self._warnings.first("skipped", f"step {report.step}: {report.skipped}")
             return
         if taking.slot is not None:
             room.confirm(taking)
@@ -344,18 +358,12 @@ class Snapshotter:
         report.skipped = f"{type(error).__name__}: {error}"
         self._report.failed += 1
         self._report.failures.append(f"step {report.step}: {report.skipped}")
-        self._warn(type(error).__name__, f"step {report.step} is not kept: {report.skipped}")
+        self._warnings.first(type(error).__name__, f"step {report.step} is not kept: {report.skipped}")
         if self.on_error == "raise":
             raise error
 
-    def _warn(self, kind: str, text: str) -> None:
-        """Log the first failure of each kind; the report has all."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _LOG.warning("snapshots of rank %d: %s", self.group.rank, text)
-
-    def _set_up(self) -> Room:
-        """Every rank does it at its first snapshot, with the others."""
+    def _set_up(self, keeper: Persistence | None = None) -> Room:
+        """Every rank does it at its first snapshot, with the others. A `keeper` that runs already goes on with the new slots."""
         run = self._run = self._run or self.group.broadcast(uuid.uuid4().hex)
 
         def create(share: Share) -> SlotSet:
@@ -363,11 +371,16 @@ class Snapshotter:
             return SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
 
         def start(slots: SlotSet) -> Persistence | None:
+            if keeper is not None:
+                keeper.move(slots)
+                return keeper
             if self._persist is None and not self._hash_every:
                 return None
-            return Persistence(slots, self._report, run, self._persist, self._warn)
+            return Persistence(slots, self._report, run, self._persist, self._warnings.first)
 
         room = Room.make(self.state, self.group, create, start)
+        if isinstance(self._copier, DeviceCopier):
+            room.pin()
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
         self._report.slot_bytes, self._report.remarks = room.share.nbytes, room.slots.remarks
         return room

@@ -86,6 +86,13 @@ class Taking:
         """Bytes of each piece that is copied by plan, in the plan's order."""
         return self._places.nbytes[self._chosen]
 
+    def teller(self, tell: Callable[[int, int, int], None] | None) -> Told | None:
+        """What tells `tell` of the version's progress: its step, bytes copied so far, bytes in all."""
+        if tell is None:
+            return None
+        step, total = self.report.step, int(self.sizes.sum())
+        return lambda copied: tell(step, copied, total)
+
     def begin(self) -> None:
         """Copy what may change before the next optimizer step, aside as long as there is no slot."""
         self._find()

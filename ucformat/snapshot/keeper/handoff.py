@@ -94,6 +94,11 @@ class Persistence:
         self.poll()
         return self._keeper.persists()
 
+    def move(self, slots: SlotSet) -> None:
+        """The slots were laid out anew; what the keeper still reads of the old ones may be replaced, and fails then."""
+        self._slots, self._held = slots, set()
+        self._follow()
+
     def poll(self) -> None:
         """Hear what the keeper has done since."""
         for event in self._keeper.poll():
@@ -109,7 +114,7 @@ class Persistence:
 
     def _follow(self) -> None:
         """Hold just the slots that the keeper needs. Hashing is worth no missed snapshot."""
-        busy = self._keeper.needed_slots()
+        busy = self._keeper.needed_slots() & {slot.index for slot in self._slots.slots}
         for index in busy - self._held:
             self._slots.hold(self._slots.slot(index))
         for index in self._held - busy:

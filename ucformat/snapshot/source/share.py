@@ -32,7 +32,7 @@ class MovedError(UcformatError):
     def __init__(self, moved: Iterable[Key]) -> None:
         self.moved = tuple(moved)
         names = ", ".join(sorted({spec.name for spec, _ in self.moved})[:5])
-        super().__init__(f"the state has changed its layout: {names} is not there as it was, or new; make a new Snapshotter")
+        super().__init__(f"the state has changed its layout: {names} is not there as it was, or new")
 
 
 class TornError(UcformatError):
