@@ -38,6 +38,9 @@ class _Brief(reprlib.Repr):
         return repr(x) if x.bit_length() < 256 else f"<integer of {x.bit_length()} bits>"
 
 
+_PATH_SHOWN = 400  # characters of a path in a message
+
+
 def brief(value: object, limit: int = 80) -> str:
     """A short `repr` of anything a file may hold: never deep, never long, however often its parts are shared."""
     text = _Brief(limit).repr(value)
@@ -216,7 +219,8 @@ class UnrepresentableError(UcformatError):
 
     def __init__(self, path: str, kind: str, hint: str = "convert it to plain values or leave it out") -> None:
         self.path, self.kind = path, kind
-        super().__init__(f"state at {path or '<top>'}: a {kind} can't be stored: {hint}")
+        shown = path if len(path) <= _PATH_SHOWN else f"{path[: _PATH_SHOWN // 2]}…{path[-_PATH_SHOWN // 2 :]}"
+        super().__init__(f"state at {shown or '<top>'}: a {kind} can't be stored: {hint}")
 
 
 class ValueConflictError(UcformatError):
