@@ -15,7 +15,7 @@ from ucformat.pickles.containers import PickledSet
 from ucformat.pickles.inert import Inert, InertType
 from ucformat.pickles.tensors import RefusedTensor, StorageType, StoredStorage, StoredTensor
 from ucformat.pickles.values import Builder, PickledArray, PickledDType
-from ucformat.values.codec import MAX_DEPTH, Opaque
+from ucformat.values.codec import MAX_DEPTH, Opaque, RankLocal
 
 MAX_NODES = 20_000_000  # of a decoded tree with shared parts counted every time: a small pickle can describe 10^9
 _DEEPEST = MAX_DEPTH - 16  # levels: what is added around a tree must still fit
@@ -83,6 +83,8 @@ class _Converter:
         if kind in (str, bytes, bytearray):
             self.spend(len(x) // _TEXT_UNIT)
             return bytes(x) if kind is bytearray else x
+        if isinstance(x, (Opaque, RankLocal)):
+            return x  # a reader has made it of plain values; no pickle can
         if isinstance(x, (dict, list, tuple, frozenset, set, PickledSet, argparse.Namespace, Inert)):
             return self.container(x, at)
         return self.leaf(x)
