@@ -88,7 +88,7 @@ def _walk(module: nn.Module, prefix: str, found: Found, *, root: bool) -> None:
         return
     for name, tensor in _own(module, prefix, found):
         _add(name, tensor, found, first_rank_wins=name.removeprefix(prefix) in module._buffers)  # no public dict of own buffers
-    if isinstance(module, _NormBase) and module.num_batches_tracked is not None:
+    if isinstance(module, _NormBase) and module._buffers.get("num_batches_tracked") is not None:
         found.optional.add(f"{prefix}num_batches_tracked")
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         found.extra[prefix + EXTRA_STATE] = module
