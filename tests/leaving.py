@@ -64,8 +64,8 @@ def foreign(directory: str) -> None:
     if dist.get_rank() == 0:
         Path(directory).mkdir()
         torch.save({"model": {"weight": torch.ones(2)}}, source)
-        ucformat.convert(source, out, to="hf")
     dist.barrier()
+    ucformat.convert(source, out, to="hf")
     for path in (source, out):
         ucformat.load(path, into={"model": {"weight": torch.zeros(2)}})
 
