@@ -135,7 +135,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, found: Survey) -> Loose:
     # its states are elsewhere, or what its own state_dict and hooks make of them
     if kind.__name__ == "ZeroRedundancyOptimizer" or goes_through_state_dict(optimizer):
         raise UnfamiliarError(kind)
-    states, allow_shape_mismatch, held = optimizer.state, Loose(optimizer.param_groups), 0
+    states, loose, held = optimizer.state, Loose(optimizer.param_groups), 0
     found.facts += (kind, len(optimizer.param_groups))
     for group in optimizer.param_groups:
         parameters, names = group["params"], group.get("param_names")
@@ -151,10 +151,10 @@ def _optimizer(optimizer: torch.optim.Optimizer, found: Survey) -> Loose:
                 raise UnfamiliarError(kind)
             atoms = _states(state, found)
             if atoms:
-                allow_shape_mismatch.states.append((id(parameter), atoms))
+                loose.states.append((id(parameter), atoms))
     if held != len(states):  # states of what is no parameter
         raise UnfamiliarError(kind)
-    return allow_shape_mismatch
+    return loose
 
 
 def _states(state: dict[str, object], found: Survey) -> dict[str, object]:
