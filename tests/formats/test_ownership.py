@@ -191,6 +191,19 @@ def test_all_ranks_convert_together(tmp_path: Path, to: str) -> None:
     assert value_of(tmp_path / to) == 1
 
 
+@pytest.mark.parametrize("to", ["native", "hf", "dcp"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_writer_that_was_killed_while_it_wrote_its_marker_is_in_nobodys_way(tmp_path: Path, to: str, overwrite: bool) -> None:
+    ucformat.save(tmp_path / "source", state(1))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".ucf.3378aa85824e.json.25fd0a718372.part").write_bytes(b'{"tok')
+    ucformat.convert(tmp_path / "source", out, to, overwrite=overwrite)
+    assert value_of(out) == 1
+    ucformat.convert(tmp_path / "source", out, to, overwrite=True)
+    assert value_of(out) == 1
+
+
 def test_a_zombie_does_no_harm_to_the_checkpoint_of_its_successor(tmp_path: Path) -> None:
     """Stopped in the middle of a save, continued when another process has saved the same step."""
     code = TORN.format(signal="SIGSTOP")

@@ -32,6 +32,8 @@ from ucformat.storage.store import Hold, Store
 ELSEWHERE_S = 900.0  # without a sign of life on another machine, as not every network file system passes locks on
 ABANDONED_S = 6 * 3600.0  # on stores without locks: longer than any save or conversion takes
 _MARKER = re.compile(r"\.ucf\.([0-9A-Za-z_-]+)\.json")
+_HALF_MARKER = re.compile(_MARKER.pattern + r"\.[0-9a-f]{12}\.part")
+"""A marker whose writer was killed before it had its name: vouches for nothing, and is in nobody's way."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -213,9 +215,10 @@ def claim(store: Store, marker: Marker, *, lost: bool = False) -> Hold | None:
 
 
 def unknown(store: Store, names: Sequence[str]) -> list[str]:
-    """Those entries of a directory that no marker there vouches for."""
+    """Those entries of a directory that no marker there vouches for. Markers that were never finished do not count."""
     tokens = [match[1] for name in names if (match := _MARKER.fullmatch(name))]
-    return [name for name in names if not any(carries(name, token) for token in tokens)]
+    others = [name for name in names if not _HALF_MARKER.fullmatch(name)]
+    return [name for name in others if not any(carries(name, token) for token in tokens)]
 
 
 def remove_all(store: Store, token: str, *, keep_folder: bool = False) -> None:

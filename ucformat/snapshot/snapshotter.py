@@ -38,6 +38,7 @@ from ucformat.snapshot.room import Room
 from ucformat.snapshot.schedule import hooks
 from ucformat.snapshot.schedule.clock import Span, StepClock, now
 from ucformat.snapshot.schedule.strategy import derive
+from ucformat.snapshot.schedule.uncompiled import Uncompiled
 from ucformat.snapshot.slots.slot_set import SlotSet
 from ucformat.snapshot.source.share import Boundary, MovedError, Share
 from ucformat.snapshot.timeline import Timeline
@@ -113,7 +114,7 @@ class Snapshotter:
         self._persist, self._hash_every = persist, hash_every
         # none of this is for torch.compile to trace
         self._uncompiled_clock = hooks.UncompiledClock.of(self.clock)
-        self._take, self._deadline = torch.compiler.disable(self._take_now), torch.compiler.disable(self._meet_deadline)
+        self._take, self._deadline = Uncompiled(self._take_now), Uncompiled(self._meet_deadline)
         self._hooks = hooks.before_update(hooks.optimizers(state), self._meet_deadline)
 
     def __enter__(self) -> Snapshotter:

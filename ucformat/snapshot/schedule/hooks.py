@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ucformat.snapshot.schedule.clock import StepClock
+from ucformat.snapshot.schedule.uncompiled import Uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class UncompiledClock:
 
     @classmethod
     def of(cls, clock: StepClock) -> UncompiledClock:
-        return cls(torch.compiler.disable(clock.enter), torch.compiler.disable(clock.leave))
+        return cls(Uncompiled(clock.enter), Uncompiled(clock.leave))
 
 
 @contextmanager
@@ -68,5 +69,7 @@ def before_update(items: list[torch.optim.Optimizer], hook: Callable[[], None]) 
         if threading.get_ident() == thread and id(optimizer) not in known:
             hook()
 
-    of_state, others = torch.compiler.disable(of_state), torch.compiler.disable(others)
-    return [*(item.register_step_pre_hook(of_state) for item in own), register_optimizer_step_pre_hook(others)]
+    return [
+        *(item.register_step_pre_hook(Uncompiled(of_state)) for item in own),
+        register_optimizer_step_pre_hook(Uncompiled(others)),
+    ]
