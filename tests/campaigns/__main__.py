@@ -19,13 +19,14 @@ from tests.campaigns.damage import Damage
 from tests.campaigns.faults import Faults
 from tests.campaigns.fuzz import Fuzz, Pickles, pickle_seeds
 from tests.campaigns.kills import Kills
+from tests.campaigns.objects import Objects
 from tests.campaigns.races import Races
 from tests.campaigns.samples import samples
 from tests.campaigns.tally import HEAD
 from tests.campaigns.worker import Trial, run
 from tests.campaigns.writing import Writing
 
-SHARES = {"kills": 0.3, "damage": 0.2, "fuzz": 0.15, "pickles": 0.1, "faults": 0.15, "races": 0.1}
+SHARES = {"kills": 0.25, "damage": 0.25, "fuzz": 0.1, "pickles": 0.05, "faults": 0.1, "races": 0.1, "objects": 0.15}
 """Campaign → its part of the time."""
 
 
@@ -45,6 +46,7 @@ def campaigns(work: Path) -> dict[str, Callable[[], Trial]]:
         "pickles": lambda: Pickles(pickle_seeds(good())),
         "faults": lambda: Faults(writing(), folder("faults")),
         "races": lambda: Races(writing(), folder("races")),
+        "objects": lambda: Objects(folder("objects")),
     }
 
 
