@@ -1,4 +1,4 @@
-"""An S3 server behind a bad line: writers are killed between requests, or requests are dropped, cut, refused and answered late."""
+"""An S3 server behind a bad line: writers are killed between requests, or requests are dropped, cut and refused."""
 
 from __future__ import annotations
 
