@@ -86,6 +86,12 @@ class Room:
                 self.keeper.poll()
             time.sleep(POLL_S)
 
+    def refused(self, step: int) -> str:
+        """No slot was free for a version before its deadline: why."""
+        why = "" if self.keeper is None else self.keeper.held_up(step)
+        why = why or self.votes.trouble or "others are read, or still needed until all ranks have the next version"
+        return f"no free slot: {why}"
+
     def hear(self) -> None:
         """What became of versions that the ranks have told of."""
         for fate in self.votes.hear():

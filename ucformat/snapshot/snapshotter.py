@@ -55,8 +55,8 @@ OnError = Literal["skip", "raise"]
 class Snapshotter:
     """Snapshots of `state`, taken while it trains. One on every rank, with equal arguments.
 
-    `state` is what `ucformat.save` takes. `directory` is on tmpfs, shared by the ranks of a host; `slots` (2 or 3) times the
-    rank's share of the state is taken there at the first snapshot. `schedule` is a torch pipelining schedule object (or a
+    `state` is what `ucformat.save` takes. `directory` is on tmpfs, shared by the ranks of a host; `slots` times the rank's share
+    of the state is taken there at the first snapshot (3 if storage is slow). `schedule` is a torch pipelining schedule (or a
     `snapshot.schedule.Schedule`), `mesh` the device mesh: both only inform plan and report. `mode` is how to copy, see
     `copyplan.plan.Mode`; before a plan can be made, copies run beside compute. Of the steps that `take` is called with, the
     first one at or after each multiple of `every` is taken. Use it as a context manager, or call `close`.
@@ -334,9 +334,7 @@ class Snapshotter:
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.refused:
-            report.skipped = "no free slot: others are read, or still needed until all ranks have the next version"
-            if room.votes.trouble:
-                report.skipped += f" ({room.votes.trouble})"
+            report.skipped = room.refused(report.step)
             self._report.skipped += 1
             self._warnings.first("skipped", f"step {report.step}: {report.skipped}")
             return

@@ -17,6 +17,7 @@ from tests.reshard.ranks import on_ranks
 from tests.snapshot.rigs.gated import GatedFileSystem
 from tests.snapshot.rigs.keeping import until
 from ucformat.formats.snapshot import survey
+from ucformat.snapshot.cadence import EARLY
 from ucformat.snapshot.keeper.handoff import Persist
 from ucformat.snapshot.snapshotter import Snapshotter
 from ucformat.storage.open import open_store
@@ -48,12 +49,12 @@ def assert_holds(where: str, step: int, ranks: int) -> None:
 
 def close_early(directory: str, url: str) -> list[int]:
     """Rank 0 closes while the other has not even kept the version before."""
-    training = Counting(directory, mode="blocking", persist=Persist(url, every=2))
-    training.step()
-    training.step()
-    training.snap.deadline()
-    dist.barrier()
-    time.sleep(0.2)  # that both hold step 2 is known by now on both, as a rule: then step 3 finds a slot
+    training = Counting(directory, mode="blocking", persist=Persist(url, every=3))
+    for _ in range(EARLY):  # takes in which ranks wait for each other
+        training.step()
+        training.snap.deadline()
+        dist.barrier()
+    time.sleep(0.2)  # that both hold the last step is known by now on both, as a rule: then the next one finds a slot
     flag = Path(directory) / "closing"
     training.step()  # a blocking copy is made at the next deadline
     if dist.get_rank() == 0:
@@ -71,10 +72,10 @@ def close_early(directory: str, url: str) -> list[int]:
 
 def test_the_last_version_waits_for_ranks_that_are_late(tmp_path: Path) -> None:
     slots, run = tmp_path / "slots", tmp_path / "run"
-    assert [steps[-1] for steps in on_ranks(2, close_early, str(slots), str(run))] == [4, 4]
-    assert_holds(str(slots), 4, 2)
-    assert ucformat.steps(str(run)) == [2, 4]
-    assert_holds(str(run), 4, 2)
+    assert [steps[-1] for steps in on_ranks(2, close_early, str(slots), str(run))] == [6, 6]
+    assert_holds(str(slots), 6, 2)
+    assert ucformat.steps(str(run)) == [3, 6]
+    assert_holds(str(run), 6, 2)
     hashed = [held.record.table_digest is not None for held in survey(open_store(str(slots)))[0][0].held]
     assert hashed == [True, True]
 

@@ -131,7 +131,9 @@ def test_four_ranks_that_were_killed_go_on_as_two_of_another_layout_from_memory(
 
 def test_what_was_taken_after_the_restored_step_is_forgotten_and_never_mixed_in(truths: Path, slots: Path) -> None:
     job = Job(2, run, truths, slots, 0, 1, 10, (1, 9), {"slots": 3})
-    assert go(job, None, truths) == [(10, 0), (8, 2)]
+    (taken, failed), other = go(job, None, truths)
+    assert other == (8, 2)
+    assert (taken in (8, 9, 10), failed) == (True, 0)  # less, as soon as it is known that the other rank lacks a version
     job.kill()
     assert on_disk(slots)[0][-1] == 10
     assert on_disk(slots)[1][-1] == 8

@@ -1,4 +1,4 @@
-"""The trainer's side of its keeper: starts the process, hands it slots, hears what became of them, restarts it when it dies.
+"""The trainer's side of its keeper: starts the process, hands it slots, receives what became of them, restarts it when it dies.
 
 Nothing here waits: not for the process, not for the storage. A keeper that is busy, hanging or dead costs snapshots that are not
 hashed or versions that are not persisted, and both are counted; training goes on.
@@ -56,11 +56,17 @@ class _Taken:
     order: Order
     lives: int = LIVES
     stored: bool = False
+    given_up: bool = False
+    """Its slot may be filled, or was, before all of it was read: it is not persisted any more, whatever the keeper still does."""
 
     @property
     def slot(self) -> int | None:
         """The slot that it needs."""
-        return None if self.stored else self.order.slot
+        return None if self.stored or self.given_up else self.order.slot
+
+    @property
+    def persists(self) -> bool:
+        return self.order.persist and not self.given_up
 
 
 class Keeper:
@@ -112,7 +118,7 @@ class Keeper:
             return True
         if not order.persist and sum(not taken.order.persist for taken in self._taken.values()) >= HASHING:
             return True
-        persisting = [taken for taken in self._taken.values() if taken.order.persist]
+        persisting = [taken for taken in self._taken.values() if taken.order.persist]  # given up or not, the keeper has them
         waiting = sum(taken.stored for taken in persisting)
         return order.persist and (len(persisting) - waiting >= STORING or waiting >= WAITING)
 
@@ -124,12 +130,28 @@ class Keeper:
         return {taken.slot for taken in self._taken.values() if taken.slot is not None}
 
     def needed_slots(self) -> set[int]:
-        """Slots that it reads to persist: no other version may go into them. One that is only hashed may be given away."""
+        """Slots that it reads to persist, or is about to."""
         return {taken.slot for taken in self._taken.values() if taken.slot is not None and taken.order.persist}
 
+    def being_written(self) -> Order | None:
+        """The order that it persists now, or next, unless that was given up; None while its shard is not read from a slot.
+
+        It persists one after another: while it is stuck in one that was given up, it reads no other.
+        """
+        first = next((taken for taken in self._taken.values() if taken.order.persist and not taken.stored), None)
+        return None if first is None or first.given_up else first.order
+
+    def queued_in(self, slot: int) -> list[int]:
+        """Steps that are still to be persisted from a slot."""
+        return [step for step, taken in self._taken.items() if taken.order.persist and taken.slot == slot]
+
+    def give_up(self, step: int) -> None:
+        """Need the slot of a step no longer, though it is not persisted yet. Of its failure, no event will tell."""
+        self._taken[step].given_up = True
+
     def persists(self) -> bool:
-        """Whether there are versions that it was given to persist and has not done with."""
-        return any(taken.order.persist for taken in self._taken.values())
+        """Whether there are versions that it was given to persist, has not done with, and may still persist."""
+        return any(taken.persists for taken in self._taken.values())
 
     def alive(self) -> bool:
         """Whether the process runs."""
@@ -154,16 +176,20 @@ class Keeper:
 
     def _hear(self) -> list[Event]:
         events = self._inbox.take() if self._inbox is not None else []
-        for event in events:
-            taken = self._taken.get(event.step) if not isinstance(event, Restarted) else None
-            if taken is None:
-                continue
-            if isinstance(event, Stored):
-                taken.stored = True
-                taken.order = Order(event.step, None, persist=True, nbytes=event.nbytes)
-            elif isinstance(event, Persisted | Skipped | Failed) or (isinstance(event, Hashed) and not taken.order.persist):
-                del self._taken[event.step]
-        return events
+        return [event for event in events if self._note(event)]
+
+    def _note(self, event: Event) -> bool:
+        """Account for an event; whether it is news."""
+        taken = self._taken.get(event.step) if not isinstance(event, Restarted) else None
+        if taken is None:
+            return True
+        if isinstance(event, Stored):
+            taken.stored = True
+            taken.order = Order(event.step, None, persist=True, nbytes=event.nbytes)
+        elif isinstance(event, Persisted | Skipped | Failed) or (isinstance(event, Hashed) and not taken.order.persist):
+            del self._taken[event.step]
+            return isinstance(event, Persisted) or not taken.given_up
+        return True
 
     # -- life and death ------------------------------------------------------------------------------------------------
 
@@ -207,7 +233,9 @@ class Keeper:
         events: list[Event] = []
         for step, taken in sorted(self._taken.items()):
             taken.lives -= 1
-            if taken.lives <= 0:
+            if taken.given_up and not taken.stored:
+                del self._taken[step]
+            elif taken.lives <= 0:
                 del self._taken[step]
                 events.append(Failed(step, self._why))
         return events
@@ -267,7 +295,7 @@ class Keeper:
             pass  # it sits in a call of the kernel that nothing can interrupt, and ends with it
 
     def _abandon(self, why: str) -> list[Event]:
-        steps = sorted(self._taken)
+        steps = sorted(step for step, taken in self._taken.items() if not taken.given_up)
         self._taken.clear()
         return [Failed(step, why) for step in steps]
 

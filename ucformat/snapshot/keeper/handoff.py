@@ -12,6 +12,7 @@ from ucformat.snapshot.keeper.messages import Event, Failed, Hashed, KeeperOptio
 from ucformat.snapshot.report import SnapshotReport
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
 
+ROTATING = 2  # slots without which no version can be taken: one keeps the newest while the next one is copied
 STOP_S = 60.0  # that `close` waits for checksums, and for a keeper that has given a version up
 LOOK_S = 0.01  # between looks whether a busy keeper can take more
 
@@ -52,6 +53,12 @@ class Persistence:
     def __init__(self, slots: SlotSet, report: SnapshotReport, run: str, persist: Persist | None, warn: Warn) -> None:
         self._slots, self._report, self._persist, self._warn = slots, report, persist, warn
         self._held: set[int] = set()
+        self._patience = max(1, persist.every // 2) if persist else 0
+        """Steps for which a version that is being written may hold up others, where there is no slot beside the rotating ones."""
+        self._holding_up: tuple[int, int] | None = None
+        """The step that is being written, and the first one that it held up."""
+        self._given_up: set[int] = set()
+        """Steps that were counted as failed, though the keeper may still be writing them."""
         told = persist or Persist("")
         self._keeper = Keeper(
             KeeperOptions(
@@ -71,6 +78,8 @@ class Persistence:
 
     def committed(self, slot: Slot, step: int, due: Due, patient_until: float = 0.0) -> None:
         """A version is complete here: hand it on if it is due. Waits for a busy keeper until a time (monotonic)."""
+        for queued in self._keeper.queued_in(slot.index):
+            self._give_up(queued, f"its slot was needed for step {step}, as storage is slower than versions come: persist fewer")
         if not (due.persist or due.hash):
             return
         taken = self._keeper.hash_and_maybe_persist(slot.index, step, due.persist)
@@ -82,6 +91,32 @@ class Persistence:
             self._lost(step, "not persisted: the keeper is busy with earlier versions")
             self._keeper.hash_and_maybe_persist(slot.index, step, persist=False)
         self._follow()
+
+    def held_up(self, step: int) -> str:
+        """No slot was free for a version: which one is being persisted in a slot that others need; empty when none is.
+
+        With two slots, that one gives way in the end: training without snapshots in memory is worse than a step that is not in
+        storage. If it was just slow, a later one has more time.
+        """
+        self.poll()
+        order = self._keeper.being_written()
+        if self._persist is None or order is None or len(self._slots.slots) > ROTATING:
+            return ""
+        writing, first = self._holding_up or (-1, step)
+        if writing != order.step:
+            first = step
+        self._holding_up = (order.step, first)
+        if step - first >= self._patience:
+            self._patience = max(1, min(2 * self._patience, self._persist.every - 1))
+            why = f"writing it held up the versions of steps {first} to {step}"
+            self._give_up(order.step, f"{why}; with slots={ROTATING + 1} it would hold up none")
+            self._follow()
+        return f"step {order.step} is being persisted from one of {len(self._slots.slots)} slots"
+
+    def _give_up(self, step: int, why: str) -> None:
+        self._keeper.give_up(step)
+        self._given_up.add(step)
+        self._lost(step, f"not persisted: {why}")
 
     def _lost(self, step: int, why: str) -> None:
         self._report.persist_failed += 1
@@ -113,8 +148,9 @@ class Persistence:
         self._follow()
 
     def _follow(self) -> None:
-        """Hold just the slots that the keeper needs. Hashing is worth no missed snapshot."""
-        busy = self._keeper.needed_slots() & {slot.index for slot in self._slots.slots}
+        """Hold just the slot of the version that is being written: queued ones, and those that are only hashed, give way."""
+        order = self._keeper.being_written()
+        busy = {slot.index for slot in self._slots.slots if order is not None and slot.index == order.slot}
         for index in busy - self._held:
             self._slots.hold(self._slots.slot(index))
         for index in self._held - busy:
@@ -126,6 +162,8 @@ class Persistence:
             self._report.hashed += 1
         elif isinstance(event, Persisted):
             self._report.persisted.append(event.step)
+            if event.step in self._given_up:  # all of it had been read when its slot was given away
+                self._report.persist_failed -= 1
         elif isinstance(event, Failed):
             self._lost(event.step, event.message)
         elif isinstance(event, Restarted):
