@@ -83,7 +83,7 @@ class StaticChecks:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file that holds fragments: its path in the catalog's store and its size in bytes."""
+    """A file that holds fragments: its path in its store and its size in bytes."""
 
     path: str
     size: int
@@ -93,6 +93,8 @@ class File:
     guard: Callable[[], None] | None = None
     """For a file that others write to: raises CheckpointChangedError once it holds something else than what the catalog says.
     What was read before a call that returns is right."""
+    store: Store | None = None
+    """Where the file lies; None: in the catalog's store. Files of one catalog may lie on several hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,10 @@ class Catalog:
     def url(self) -> str:
         """Path or URL of the checkpoint: its directory, or its one file."""
         return self.store.url if self.file is None else f"{self.store.url.rstrip('/')}/{self.file}"
+
+    def store_of(self, file: int) -> Store:
+        """Where a file lies, by its index."""
+        return self.files[file].store or self.store
 
     def find(self, name: str) -> int:
         """Index of a tensor, by its name or an alias. Raises KeyError, UnsupportedError as `refuse_opaque`."""

@@ -11,7 +11,7 @@ version is written, so what was read is known to be right when the record is sti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,6 +29,7 @@ from ucformat.errors import (
     UcformatError,
 )
 from ucformat.formats import native
+from ucformat.formats.native.fragments import ShardTable
 from ucformat.formats.native.manifest import check_sizes
 from ucformat.formats.native.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
 from ucformat.formats.source import Source
@@ -289,22 +290,53 @@ def _absent(version: Version) -> str:
 
 
 def _catalog(store: Store, version: Version, told: Iterable[str]) -> Catalog:
-    shards = [item.record.shard(item.folder) for item in version.held]
-    tables = [native.tabulate(shard, _pieces(store, item)) for shard, item in zip(shards, version.held, strict=True)]
-    specs, table = native.merge(tables, store.url)
-    native.prove_whole(specs, table, [shard.file for shard in shards], store.url)
-    hashed = [item.record.table_digest is not None for item in version.held]
+    return assemble([describe(store, held) for held in version.held], store, told)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedShard:
+    """A slot, what its header says of it, and where it lies."""
+
+    held: HeldShard
+    table: ShardTable
+    store: Store
+    guard: Callable[[], None]
+    """Raises SnapshotChangedError once the slot holds something else."""
+
+
+def describe(store: Store, held: HeldShard) -> DescribedShard:
+    """Read the header of a slot, once it is known to be the one that was committed. Raises ChecksumError, FormatError."""
+    table = native.tabulate(held.record.shard(held.folder), _pieces(store, held))
+    return DescribedShard(held, table, store, SlotGuard(store, held))
+
+
+def assemble(shards: Sequence[DescribedShard], root: Store, told: Iterable[str] = ()) -> Catalog:
+    """The catalog of one version, whose slots may lie on several hosts, from the slots of all its ranks in rank order.
+
+    Raises CoverageError, OverlapError, ValueConflictError, FormatError when they are not a whole state.
+    """
+    held = [shard.held for shard in shards]
+    records = [item.record for item in held]
+    specs, table = native.merge([shard.table for shard in shards], root.url)
+    native.prove_whole(specs, table, [item.path for item in held], root.url)
+    hashed = [record.table_digest is not None for record in records]
     files = [
-        File(shard.file, shard.size, ShardChecks(shard, item.record.block_bytes) if sure else None, guard=SlotGuard(store, item))
-        for shard, item, sure in zip(shards, version.held, hashed, strict=True)
+        File(
+            item.path,
+            item.record.size,
+            ShardChecks(item.record.shard(item.folder), item.record.block_bytes) if sure else None,
+            guard=shard.guard,
+            store=None if shard.store is root else shard.store,
+        )
+        for shard, item, sure in zip(shards, held, hashed, strict=True)
     ]
     remarks = list(told)
     if not all(hashed):
         remarks.append(f"{hashed.count(False)} of {len(hashed)} slots are not hashed yet: their bytes can't be verified")
-    mesh = {axis: size for item in version.held for axis, size in item.record.mesh.items()}
-    notes = Notes(NAME, version.step, mesh, tuple(remarks))
-    aliases = _aliases(version, {spec.name for spec in specs}, store.url)
-    return Catalog(specs, table, tuple(files), store, _values(version, store.url), aliases, notes)
+    mesh = {axis: size for record in records for axis, size in record.mesh.items()}
+    notes = Notes(NAME, records[0].step, mesh, tuple(remarks))
+    aliases = _aliases(records, {spec.name for spec in specs}, root.url)
+    return Catalog(specs, table, tuple(files), root, _values(records, root.url), aliases, notes)
 
 
 def _pieces(store: Store, held: HeldShard) -> list[ShardPiece]:
@@ -318,19 +350,19 @@ def _pieces(store: Store, held: HeldShard) -> list[ShardPiece]:
     return pieces
 
 
-def _values(version: Version, where: str) -> object:
+def _values(records: Sequence[SlotRecord], where: str) -> object:
     """The ranks' trees as one; equal ones are decoded once."""
     known: dict[bytes, object] = {}
-    raws = [bytes(item.record.values) for item in version.held]
+    raws = [bytes(record.values) for record in records]
     for raw in raws:
         if raw not in known:
             known[raw] = trees.decode(raw, where)
     return trees.merge([known[raw] for raw in raws])
 
 
-def _aliases(version: Version, names: set[str], where: str) -> dict[str, str]:
+def _aliases(records: Sequence[SlotRecord], names: set[str], where: str) -> dict[str, str]:
     """All ranks' aliases. Raises ValueConflictError when two ranks differ, FormatError for one that leads nowhere."""
-    united = trees.unite_aliases((item.record.rank, item.record.aliases) for item in version.held)
+    united = trees.unite_aliases((record.rank, record.aliases) for record in records)
     out = dict(sorted(united.items()))
     for alias, target in out.items():
         if target not in names or alias in names:

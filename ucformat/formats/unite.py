@@ -41,7 +41,10 @@ def seen_from(catalog: Catalog, root: Store) -> Catalog:
     if catalog.store.url == root.url:
         return catalog
     folder = catalog.store.url.removeprefix(root.url).strip("/")
-    files = tuple(file if file.inline is not None else replace(file, path=f"{folder}/{file.path}") for file in catalog.files)
+    files = tuple(
+        file if file.inline is not None or file.store is not None else replace(file, path=f"{folder}/{file.path}")
+        for file in catalog.files
+    )
     return replace(catalog, store=root, files=files)
 
 

@@ -91,18 +91,19 @@ def _coverage(catalog: Catalog) -> Iterator[Damage]:
 def _file(catalog: Catalog, number: int, on_bytes: Callable[[int], None] | None) -> tuple[int, list[Damage]]:
     """Bytes checked in one file, and what is wrong with it."""
     file = catalog.files[number]
-    where = f"{catalog.store.url}/{file.path}"
+    store = catalog.store_of(number)
+    where = f"{store.url}/{file.path}"
     damages: list[Damage] = []
     checked = 0
     try:
-        size = catalog.store.size(file.path)
+        size = store.size(file.path)
         if size != file.size:
             what = f"the file has {size} bytes, should have {file.size}"
             damages.append(Damage(what, where, min(size, file.size), file.size, _hit(catalog, number, size, file.size)))
         if file.checks is None:
             return 0, damages
-        found = file.checks.load(catalog.store, file.path)
-        with catalog.store.reader(file.path) as reader:
+        found = file.checks.load(store, file.path)
+        with store.reader(file.path) as reader:
             if isinstance(file.checks, ShardChecks):
                 damages.extend(_shard_header(file.checks, reader, where))
             for start, stop, wrong in _ranges(found, reader, on_bytes):

@@ -1,13 +1,16 @@
-"""Going on after a restart: the newest version that every rank can load, from memory where it is there, else from storage.
+"""Going on after a restart: the newest version that the hosts hold between them, whoever the ranks are now, else storage.
 
-Rank 0 decides from what all ranks found, so every rank tries the same versions in the same order, and meets the same error.
+Every rank decides from what all hosts hold, so all try the same versions in the same order, and meet the same error.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import islice
+from operator import attrgetter
 from typing import Any, Literal
 
 from ucformat import formats
@@ -19,12 +22,14 @@ from ucformat.errors import (
     NotACheckpointError,
     SnapshotChangedError,
     StorageError,
+    UcformatError,
 )
-from ucformat.formats import native, snapshot
-from ucformat.formats.snapshot import Version, rank_name
-from ucformat.formats.source import Source
+from ucformat.formats import native
 from ucformat.group import Group
 from ucformat.reshard.load import LoadOptions, load_catalog
+from ucformat.snapshot.recovery.catalog import open_version
+from ucformat.snapshot.recovery.hosts import Hosts, meet
+from ucformat.snapshot.recovery.inventory import HeldVersion, HostInventory, lost, scan, troubles, versions
 from ucformat.snapshot.slots.restart_fence import Fence, abandon
 from ucformat.storage.open import open_store
 
@@ -46,16 +51,9 @@ class Restored:
     """False: some slots had no checksums yet, so what was read from memory could not be compared with any."""
     passed_over: tuple[str, ...] = ()
     """Newer versions, or ones that were to be preferred, that could not be used, and why; also logged as a warning."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    """What one rank finds in its directory."""
-
-    hashed: dict[int, bool]
-    """Step of each version that all ranks hold there → whether all of its slots have checksums."""
-    trouble: str
-    """What else is there and can't be used; empty when there is nothing, or nothing that was ever whole."""
+    served: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that all ranks read, by source: `this host` (a rank's own), `peer://<address>` of another host, `storage`. Blocks are
+    read whole, to be verified, so this is a little more than the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,17 @@ class _Candidate:
     verified: bool
 
 
-def restore(state: MutableMapping[str, Any], directory: str, persist_url: str | None, run: str, group: Group) -> Restored | None:
+def restore(
+    state: MutableMapping[str, Any],
+    directory: str,
+    persist_url: str | None,
+    run: str,
+    group: Group,
+    interface: str | None = None,
+) -> Restored | None:
     """Restore `state` in place from the newest version; None when nothing is there. Every rank of `group` calls it.
 
+    Ranks may run on several hosts: what lies on another one is read over the network, through `interface` (see `peers`).
     Memory goes first where it holds a step as new as storage does. Once a version turned out to be damaged, those with checksums
     go before those without. What is newer in memory than the restored step is abandoned from then on: `run` names the start of
     the job that does so.
@@ -78,45 +84,65 @@ def restore(state: MutableMapping[str, Any], directory: str, persist_url: str | 
     Raises what loading raises when a version is good and does not fit the state, or when all are damaged; NotACheckpointError
     when only versions are there that can't be used from here. The class is the same on every rank.
     """
-    restored = _restore(state, directory, persist_url, group)
-    if restored is not None:
-        with group.together(f"forgetting what came after step {restored.step}"):
-            abandon(directory, group.rank, group.size, Fence(run, restored.step))
+    with meet(directory, group, interface) as hosts:
+        restored = _restore(state, hosts, persist_url, group)
+        if restored is not None:
+            created = group.broadcast(datetime.now(timezone.utc).isoformat(timespec="microseconds"))
+            with group.together(f"forgetting what came after step {restored.step}"):
+                abandon(directory, group.rank, hosts.here, Fence(run, restored.step, created))
     return restored
 
 
-def _restore(state: MutableMapping[str, Any], directory: str, persist_url: str | None, group: Group) -> Restored | None:
-    mine, stored = _InMemory({}, ""), None
-    with group.together("looking for versions to restore"):
-        mine = _in_memory(directory)
-        stored = _newest_in_storage(persist_url) if group.rank == 0 else None
-    found, stored = group.all_gather(mine), group.broadcast(stored)
-    common = set.intersection(*(set(each.hashed) for each in found))
-    hashed = {step: all(each.hashed[step] for each in found) for step in common}
-    troubles = [f"memory of rank {rank}: {each.trouble}" for rank, each in enumerate(found) if each.trouble]
-    passed, first = [] if hashed else troubles[:1], None
-    for choice in _choices(hashed, stored, directory, persist_url or "", passed):
+def _restore(state: MutableMapping[str, Any], hosts: Hosts, persist_url: str | None, group: Group) -> Restored | None:
+    inventories, stored = _look(hosts, persist_url, group)
+    found = versions(inventories)
+    memory: dict[int, HeldVersion] = {}
+    for version in filter(attrgetter("complete"), found):
+        memory.setdefault(version.step, version)
+    passed = [] if memory else list(islice((*hosts.unreachable.values(), *troubles(inventories, found)), 1))
+    first: UcformatError | None = None
+    for choice in _choices(memory, stored, hosts.own.url, persist_url or "", passed):
+        before = hosts.read()
         try:
-            _load(choice, state, group)
+            stored_bytes = _load(choice, memory, hosts, state, group)
         except _DAMAGE as error:
             first = first or error
             passed.append(f"step {choice.step} in {choice.source} can't be used ({error})")
             continue
-        return _restored(choice, hashed, stored, passed, group)
+        out_of_reach = [lost(version, inventories) for version in found if version.step > choice.step and not version.complete]
+        passed += [*hosts.unreachable.values(), *filter(None, out_of_reach)] if memory else []
+        sources = {name: nbytes - before.get(name, 0) for name, nbytes in hosts.read().items()}
+        served = _sum(group.all_gather({**sources, "storage": stored_bytes}))
+        return _restored(choice, memory, stored, passed, served, group)
     if first is not None:
         raise first
     if passed:
-        raise NotACheckpointError(directory, f"{passed[0]}; to start anew, remove this directory")
+        raise NotACheckpointError(hosts.own.url, f"{passed[0]}; to start anew, remove this directory")
     return None
 
 
-def _choices(hashed: dict[int, bool], stored: int | None, directory: str, url: str, passed: list[str]) -> Iterator[_Candidate]:
+def _look(hosts: Hosts, persist_url: str | None, group: Group) -> tuple[list[HostInventory], int | None]:
+    """What each host holds, and the newest step in storage, on every rank. Raises StorageError when either can't be looked at."""
+    mine: HostInventory | None = None
+    stored: int | None = None
+    with group.together("looking for versions to restore"):
+        mine = scan(hosts.own) if hosts.leads else None
+        stored = _newest_in_storage(persist_url) if group.rank == 0 else None
+    gathered, stored = group.all_gather(mine), group.broadcast(stored)
+    leaders = [there[0] for there in hosts.ranks]
+    return [(host not in hosts.unreachable and gathered[rank]) or HostInventory() for host, rank in enumerate(leaders)], stored
+
+
+def _choices(
+    memory: Mapping[int, HeldVersion], stored: int | None, directory: str, url: str, passed: list[str]
+) -> Iterator[_Candidate]:
     """What to try, in order. `passed` grows while it is tried: from the first damage on, memory without checksums goes last."""
     newest = -1 if stored is None else stored
+    steps = sorted(memory, reverse=True)
     waiting = [
-        *(_Candidate(step, "memory", directory, hashed[step]) for step in sorted(hashed, reverse=True) if step >= newest),
+        *(_Candidate(step, "memory", directory, memory[step].hashed) for step in steps if step >= newest),
         *([] if stored is None else [_Candidate(stored, "storage", f"{url.rstrip('/')}/{native.step_name(stored)}", True)]),
-        *(_Candidate(step, "memory", directory, hashed[step]) for step in sorted(hashed, reverse=True) if step < newest),
+        *(_Candidate(step, "memory", directory, memory[step].hashed) for step in steps if step < newest),
     ]
     before = len(passed)
     while waiting:
@@ -126,47 +152,45 @@ def _choices(hashed: dict[int, bool], stored: int | None, directory: str, url: s
         yield choice
 
 
-def _load(choice: _Candidate, state: MutableMapping[str, Any], group: Group) -> None:
+def _load(
+    choice: _Candidate, memory: Mapping[int, HeldVersion], hosts: Hosts, state: MutableMapping[str, Any], group: Group
+) -> int:
+    """Restore the state from a version; bytes that this rank has read of storage."""
+    if choice.source == "memory":
+        load_catalog(open_version(memory[choice.step], hosts, group), state, LoadOptions(), group)
+        return 0
     catalog: Catalog | None = None
     with group.together(f"opening step {choice.step} in {choice.source}"):
-        if choice.source == "memory":
-            catalog = snapshot.open_catalog(Source(open_store(choice.where)), choice.step)
-        else:
-            catalog = formats.open_catalog(choice.where)
+        catalog = formats.open_catalog(choice.where)
     assert catalog is not None
-    load_catalog(catalog, state, LoadOptions(), group)
+    counts: list[int] = []
+    load_catalog(catalog, state, LoadOptions(on_bytes=counts.append), group)
+    return sum(counts)
 
 
-def _restored(choice: _Candidate, hashed: dict[int, bool], stored: int | None, passed: list[str], group: Group) -> Restored:
-    memory = f"step {max(hashed)}" if hashed else "none"
-    why = f"memory has {memory}, storage has {'none' if stored is None else f'step {stored}'}"
+def _restored(
+    choice: _Candidate,
+    memory: Mapping[int, HeldVersion],
+    stored: int | None,
+    passed: list[str],
+    served: Mapping[str, int],
+    group: Group,
+) -> Restored:
+    in_memory = f"step {max(memory)}" if memory else "none"
+    why = f"memory has {in_memory}, storage has {'none' if stored is None else f'step {stored}'}"
     if not choice.verified:
         why += "; unverified: not all of its slots had checksums yet"
     why = "; ".join([*reversed(passed), why])
     if passed and group.rank == 0:
         _LOG.warning("restored step %d from %s: %s", choice.step, choice.source, why)
-    return Restored(choice.step, choice.source, choice.where, why, choice.verified, tuple(passed))
+    return Restored(choice.step, choice.source, choice.where, why, choice.verified, tuple(passed), served)
 
 
-def _in_memory(directory: str) -> _InMemory:
-    """Raises StorageError when the directory can't be looked at."""
-    store = open_store(directory)
-    versions, ignored = snapshot.survey(store)
-    whole = [version for version in versions if version.complete]
-    hashed: dict[int, bool] = {}
-    for version in whole:  # the newest first, as opening goes through them
-        hashed.setdefault(version.step, all(item.record.table_digest is not None for item in version.held))
-    trouble = "; ".join(ignored) or next(iter(_elsewhere(versions, store.list())), "")
-    return _InMemory(hashed, "" if whole else trouble)
-
-
-def _elsewhere(versions: list[Version], names: Collection[str]) -> Iterator[str]:
-    """Versions whose other ranks are not seen here at all. One that a rank beside is without was never whole."""
-    for version in versions:
-        absent = [rank for rank in version.missing() if f"{rank_name(rank)}/" not in names]
-        if absent:
-            ranks = ", ".join(map(str, absent))
-            yield f"step {version.step} of {version.world} ranks lies in part elsewhere (ranks {ranks} have no directory here)"
+def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """All ranks' bytes by source, without sources that served none."""
+    names = sorted({name for each in counts for name in each})
+    total = {name: sum(each.get(name, 0) for each in counts) for name in names}
+    return {name: nbytes for name, nbytes in total.items() if nbytes}
 
 
 def _newest_in_storage(url: str | None) -> int | None:

@@ -32,6 +32,7 @@ from ucformat.snapshot.copying.version import Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist, Persistence
 from ucformat.snapshot.planner import Planner
+from ucformat.snapshot.recovery.hosts import ranks_here
 from ucformat.snapshot.report import SnapshotReport, StepReport, Warnings
 from ucformat.snapshot.restore import Restored, restore
 from ucformat.snapshot.room import Room
@@ -64,6 +65,7 @@ class Snapshotter:
     `persist` sends some of them to storage, in a process of its own, as ordinary checkpoints. The same process computes block
     checksums, of the first step taken at or after each multiple of `hash_every` (0: of persisted ones alone); a version that
     has none is not verified when it is read.
+    `interface` is what other hosts reach this one at, a name or an address: by default that towards the job's master.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Snapshotter:
         persist: Persist | None = None,
         hash_every: int = 1,
         on_error: OnError = "skip",
+        interface: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if slots < 2 or every < 1:
@@ -92,7 +95,7 @@ class Snapshotter:
         self.schedule: object | None = schedule
         self.every, self.on_error, self.slot_count = every, on_error, slots
         self.group: Group = current(process_group)
-        self.enabled = True
+        self.interface, self.enabled = interface, True
         """Set to False, on all ranks, to go without snapshots and what comes with them until set to True again."""
         self.clock = StepClock(self._opened, self._closed)
         self.trace_log = Trace(self.group.rank)
@@ -208,7 +211,8 @@ class Snapshotter:
     def restore(self) -> Restored | None:
         """Restore the state in place from the newest version, in memory or storage; None when nothing is there.
 
-        Every rank calls it, before the first `take`. What was taken after that version is abandoned, and forgotten here.
+        Every rank calls it, before the first `take`. Ranks may be others, more or fewer, and on other hosts, than those that took
+        the version: hosts read one another's memory. What was taken after that version is abandoned, and forgotten here.
         Raises what loading raises when a version does not fit the state, or when all are damaged, and SnapshotInUseError while
         another job fills the slots: the same class on every rank. Which version was passed over, and whether the one that was
         taken could be verified, is said in `Restored` and logged.
@@ -216,7 +220,8 @@ class Snapshotter:
         if self._room is not None:
             raise RuntimeError("restore before the first snapshot is taken: slots are in use")
         self._run = self.group.broadcast(uuid.uuid4().hex)
-        return restore(self.state, self.directory, self._persist.url if self._persist else None, self._run, self.group)
+        url = self._persist.url if self._persist else None
+        return restore(self.state, self.directory, url, self._run, self.group, self.interface)
 
     def report(self) -> SnapshotReport:
         """What happened so far."""
@@ -364,10 +369,12 @@ class Snapshotter:
     def _set_up(self, keeper: Persistence | None = None) -> Room:
         """Every rank does it at its first snapshot, with the others. A `keeper` that runs already goes on with the new slots."""
         run = self._run = self._run or self.group.broadcast(uuid.uuid4().hex)
+        here = ranks_here(self.directory, self.group)
 
         def create(share: Share) -> SlotSet:
             self._planner.strategy = derive(self.mesh, self.schedule)
-            return SlotSet.create(self.directory, self.group.rank, self.group.size, list(share.keys), self.slot_count, run=run)
+            ours, pieces = self.group, list(share.keys)
+            return SlotSet.create(self.directory, ours.rank, ours.size, pieces, self.slot_count, run=run, here=here)
 
         def start(slots: SlotSet) -> Persistence | None:
             if keeper is not None:

@@ -310,7 +310,7 @@ def test_an_orphan_never_persists_what_the_job_has_abandoned(
     trainer, pid = run_trainer(tmp_path, 10)
     until((gate / "reached").exists)  # step 10 is under way, when the trainer dies and the job goes on from step 8
     kill(trainer)
-    assert abandon(str(home), 0, 1, Fence("run-2", 8)) == [10]
+    assert abandon(str(home), 0, range(1), Fence("run-2", 8)) == [10]
     with make_slots(home, run="run-2") as slots:
         assert slots.steps == [8]
         keeper = start(started, Keeper(options(home, url, run="run-2")))

@@ -181,10 +181,10 @@ def test_versions_newer_than_the_fence_are_forgotten_those_of_former_ranks_too(s
             for step in (4, 5, 6):
                 take(held, pieces(rank, 3), step)
     new = Fence("new", 4)
-    assert abandon(str(slots), 0, 2, new) == [5, 5, 6, 6]
+    assert abandon(str(slots), 0, range(2), new) == [5, 5, 6, 6]
     assert on_disk(slots) == {0: [4], 1: [4, 5, 6], 2: [4]}
     assert [read_fence(str(slots / rank_name(rank))) for rank in range(3)] == [new, None, new]
-    assert abandon(str(slots), 1, 2, new) == [5, 6]
+    assert abandon(str(slots), 1, range(2), new) == [5, 6]
     assert ucformat.open(str(slots)).step == 4
     with SlotSet.create(slots, 0, 3, pieces(0, 3), 3) as held:
         take(held, pieces(0, 3), 5)
@@ -196,6 +196,6 @@ def test_slots_that_a_living_job_fills_are_not_abandoned(slots: Path, monkeypatc
     with SlotSet.create(slots, 0, 1, pieces()) as held:
         take(held, pieces(), 6)
         with pytest.raises(SnapshotInUseError):
-            abandon(str(slots), 0, 1, Fence("other", 4))
+            abandon(str(slots), 0, range(1), Fence("other", 4))
         assert held.steps == [6]
         assert ucformat.open(str(slots)).step == 6

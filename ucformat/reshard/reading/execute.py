@@ -82,7 +82,7 @@ class Seen:
         with self._lock:
             if file not in self._checks:
                 entry = catalog.files[file]
-                found = None if entry.checks is None else entry.checks.load(catalog.store, entry.path)
+                found = None if entry.checks is None else entry.checks.load(catalog.store_of(file), entry.path)
                 ledger = sums.Ledger(found) if found is not None and found.algorithm == "crc32" else None
                 self._checks[file] = found, ledger
             return self._checks[file]
@@ -92,7 +92,7 @@ class Seen:
         for file, (found, ledger) in self._checks.items():
             for start, stop in [] if ledger is None else ledger.gaps(PADDING_BYTES):
                 data = np.empty(stop - start, dtype=np.uint8)
-                catalog.store.read_into(catalog.files[file].path, start, data)
+                catalog.store_of(file).read_into(catalog.files[file].path, start, data)
                 assert ledger is not None
                 wrong = ledger.add(start, data)
                 if wrong is not None:
@@ -103,7 +103,7 @@ class Seen:
 def damaged(catalog: Catalog, file: int, found: Checks, wrong: int) -> ChecksumError:
     """The error for checked range `wrong` of a file."""
     start, stop = int(found.start[wrong]), int(found.stop[wrong])
-    where = f"{catalog.store.url}/{catalog.files[file].path}"
+    where = f"{catalog.store_of(file).url}/{catalog.files[file].path}"
     return ChecksumError(where, start, stop, tensors_at(catalog, file, start, stop), found.algorithm)
 
 
@@ -183,7 +183,7 @@ class Reading:
     def _suiting(self, here: Sequence[bool]) -> int:
         """How many threads suit."""
         least = DISK_THREADS if 2 * sum(here) < len(here) else 1
-        return self.catalog.store.streams or max(process.share(), least)
+        return max((self._streams(file) for file in self.files), default=0) or max(process.share(), least)
 
     def _read_all(self, threads: int, wake: Wake | None) -> None:
         runs = self._runs(threads)
@@ -221,16 +221,19 @@ class Reading:
                 self.failed = True  # an interrupt reaches this thread alone
                 raise
 
+    def _streams(self, file: int) -> int:
+        return self.catalog.store_of(file).streams
+
     def _reader(self, file: int) -> Reader:
-        entry, store = self.catalog.files[file], self.catalog.store
+        entry, store = self.catalog.files[file], self.catalog.store_of(file)
         return store.reader(entry.path) if entry.inline is None else Reader(store, entry.path)
 
     def _runs(self, threads: int) -> list[Run]:
         """Tasks that follow one another, of one file each."""
-        most = 1 if self.catalog.store.streams else max(1, min(RUN_TASKS, -(-len(self.tasks) // threads)))
+        in_order = max(1, min(RUN_TASKS, -(-len(self.tasks) // threads)))
         runs: list[Run] = []
-        for _, group in groupby(self.tasks, key=attrgetter("file")):
-            of_file = list(group)
+        for file, group in groupby(self.tasks, key=attrgetter("file")):
+            most, of_file = 1 if self._streams(file) else in_order, list(group)
             runs += [of_file[i : i + most] for i in range(0, len(of_file), most)]
         return runs
 
@@ -265,8 +268,8 @@ class Reading:
         inline = self.catalog.files[task.file].inline
         if inline is not None:
             self._put(task, np.frombuffer(inline, dtype=np.uint8)[task.start : task.stop], task.start)
-        elif self.catalog.store.streams:
-            data = self._scratch(task.low, task.high - task.low)
+        elif self._streams(task.file):
+            data = self._scratch(task.file, task.low, task.high - task.low)
             reader.read_into(task.low, data)
             self._put(task, data, task.low)
         else:
@@ -283,7 +286,7 @@ class Reading:
     def _read_in_steps(self, task: Task, reader: Reader) -> None:
         """Read straight into the destinations where that is possible, the rest through scratch memory."""
         low, high = task.low, task.high
-        data = self._scratch(low, high - low)
+        data = self._scratch(task.file, low, high - low)
         sheet, rest = self._sheet(task, data, low)
         for start, stop in sums.steps(self.checks[task.file], low, high, VERIFY_BYTES):
             reader.read_parts(start, sheet.cut(start, stop))
@@ -314,9 +317,9 @@ class Reading:
         want = int(self.plan.want[piece])
         return int(np.prod(self.plan.length[piece])) * self.kinds[want].itemsize
 
-    def _scratch(self, start: int, nbytes: int) -> Bytes:
+    def _scratch(self, file: int, start: int, nbytes: int) -> Bytes:
         """The thread's buffer, placed so that memory and file have equal alignment."""
-        skew = start % self.catalog.store.alignment
+        skew = start % self.catalog.store_of(file).alignment
         buffer: Bytes | None = getattr(self.scratch, "buffer", None)
         if buffer is None or len(buffer) < nbytes + skew:
             buffer = self.scratch.buffer = aligned(max(nbytes + skew, TASK_BYTES + (1 << 20)))

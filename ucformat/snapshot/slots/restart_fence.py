@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 
 import msgspec
 
@@ -31,6 +32,8 @@ class Fence(msgspec.Struct, frozen=True):
     """Token of that start of the job."""
     step: int
     """It went on from this step: what other starts took later is abandoned."""
+    created: str = ""
+    """When that was decided, in UTC, as `SlotRecord.created`: a host that was away then still holds what is abandoned."""
 
 
 def read_fence(folder: str) -> Fence | None:
@@ -49,9 +52,10 @@ def write_fence(folder: str, fence: Fence) -> None:
     os.replace(f"{folder}/{FENCE}{PART}", f"{folder}/{FENCE}")
 
 
-def abandon(directory: str, rank: int, world: int, fence: Fence) -> list[int]:
-    """Forget the versions of this rank that are newer than the fence, those of ranks that are no more too; their steps.
+def abandon(directory: str, rank: int, here: Collection[int], fence: Fence) -> list[int]:
+    """Forget the versions of this rank that are newer than the fence; their steps. `here`: all ranks that share the directory.
 
+    The lowest of these also looks after what ranks left there that do not exist any more, or run on another host now.
     Every rank calls it after restoring and before it takes anything. Raises SnapshotInUseError while a living process fills
     the slots, StorageError.
     """
@@ -60,7 +64,7 @@ def abandon(directory: str, rank: int, world: int, fence: Fence) -> list[int]:
         names = os.listdir(directory) if os.path.isdir(directory) else []
         for name in names:
             match = _RANK.fullmatch(name)
-            if match and (name == rank_name(rank) or int(match[1]) >= world):
+            if match and (name == rank_name(rank) or (rank == min(here) and int(match[1]) not in here)):
                 gone += _abandon(f"{directory}/{name}", fence)
     except OSError as error:
         raise StorageError(directory, error) from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import count as count_from
 
@@ -90,7 +90,7 @@ class SlotSet:
         records = [found.record for found in stock.adopted if found.record is not None]
         self.adopted: list[Version] = [(record.step, record.run) for record in records if record.world == world]
         """Versions that an earlier process of a job of as many ranks left in these slots."""
-        self._fresh: tuple[int, ...] = ()
+        self._fresh, self._here = tuple[int, ...](), tuple(range(world))
         self._ticks = count_from(1)
         self._age: dict[int, int] = {}
         self._replaced: int | None = None
@@ -113,17 +113,18 @@ class SlotSet:
         count: int = 2,
         *,
         run: str = "",
+        here: Collection[int] | None = None,
     ) -> SlotSet:
         """Make `count` slots for `pieces`, or adopt those of the same layout that an earlier process left, versions included.
 
-        Versions of another layout stay until one of this layout is there (see `begin`); their memory counts until then. `run`
-        is any text that all ranks agree on for this start of the job: versions of two starts are then never read as one.
+        Versions of another layout stay until one of this layout is there (see `begin`). `run` is any text that all ranks agree
+        on for this start of the job: versions of two starts are never read as one. `here` are the ranks that share the
+        directory, all by default: the lowest removes what other ranks left there, once it is replaced.
 
-        Raises SnapshotMemoryError before anything is allocated, SnapshotInUseError while another living process has them,
-        UnrepresentableError for a reserved name, StorageError.
+        Raises SnapshotMemoryError before anything is allocated, SnapshotInUseError, UnrepresentableError, StorageError.
         """
         if count < 2 or not 0 <= rank < world:
-            raise ValueError("two slots at least, or there is none to fill while one is kept; and a rank of its world")
+            raise ValueError(f"count ({count}) must be at least 2, and rank ({rank}) below world ({world})")
         layout = lay_out(pieces, VERSION)
         folder = os.path.join(os.path.abspath(os.fspath(directory)), rank_name(rank))
         try:
@@ -141,7 +142,8 @@ class SlotSet:
             lock.release()
             raise
         slots = cls(stock, lock, rank, world, run, layout)
-        slots.slots = tuple(sorted((Slot(file, layout, pieces) for file in files), key=lambda slot: slot.index))
+        slots.slots = tuple(Slot(file, layout, pieces) for file in sorted(files, key=lambda file: file.index))
+        slots._here = slots._here if here is None else tuple(here)
         slots._fresh = tuple({slot.index for slot in slots.slots} - {found.index for found in stock.adopted})
         for found in stock.adopted:
             if found.record is not None:
@@ -346,8 +348,8 @@ class SlotSet:
         for slot in self._valid():  # of a start that nobody went on from: they must not pass for newer
             if slot.run != self.run and not slot.held and (slot.step or 0) >= self._replaced:
                 slot.step = None if slot.file.clear(self.layout.table_start) else slot.step
-        if self.rank == 0:
-            _remove_ranks_from(self.world, self.directory)
+        if self.rank == min(self._here):
+            _remove_others(self._here, self.directory)
 
 
 def _open(stock: Inventory, layout: ShardLayout, count: int, files: list[SlotFile]) -> None:
@@ -387,11 +389,11 @@ def _reserve(stock: Inventory, size: int, count: int) -> list[int]:
     return fresh
 
 
-def _remove_ranks_from(world: int, directory: str) -> None:
-    """Remove the directories of ranks that this world does not have, unless a living process fills them."""
+def _remove_others(here: Collection[int], directory: str) -> None:
+    """Remove the directories of ranks that do not run here, or nowhere any more, unless a living process fills them."""
     for name in os.listdir(directory):
         folder = f"{directory}/{name}"
-        if not name.startswith("rank-") or not name[5:].isdigit() or int(name[5:]) < world:
+        if not name.startswith("rank-") or not name[5:].isdigit() or int(name[5:]) in here:
             continue
         try:
             with FileLock.take(f"{folder}/{LOCK}"):
