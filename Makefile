@@ -8,7 +8,7 @@ CODE   := ucformat tests benchmarks examples specs
 # Many small worker processes share few cores: one thread each is fastest.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check format test campaign demo bench clean
+.PHONY: help setup check format test campaign conformance demo bench clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,11 @@ test: $(READY) ## all tests, on 2 processes
 
 campaign: $(READY) ## kills, damage, hostile input, I/O errors, races: SECONDS=3600 SEED=1 ONLY=kills
 	$(BIN)/python -m tests.campaigns --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY))
+
+conformance: $(READY) ## all readers of the format through its kit, with MUTATIONS=2000 of each golden checkpoint
+	$(BIN)/python specs/run_conformance.py --mutations $(or $(MUTATIONS),2000) --reader "$(BIN)/python -m specs.readers.ours"
+	$(BIN)/python specs/run_conformance.py --mutations $(or $(MUTATIONS),2000) --reader "$(BIN)/python -m specs.readers.python.conformance"
+	$(BIN)/python specs/run_conformance.py --mutations $(or $(MUTATIONS),2000) --reader "node specs/readers/js/conformance.js"
 
 demo: $(READY) ## the main job on real input, ending in a table of what was proven
 	$(BIN)/python -m examples.demo

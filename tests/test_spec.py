@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from numpy.typing import NDArray
 
 from specs.generate import SCHEMA, text
+from specs.readers.python.ucf_reader import BYTES, RECORD, Checkpoint, header, unseal
+from specs.readers.python.ucf_snapshot import Snapshot, open_any
 from tests.checkpoints import shards_of
 from tests.snapshot.rigs import slotfill
-from tests.spec_reader import ITEM_BYTES, read_checkpoint, read_record, read_snapshot
-from tests.spec_reader import safetensors as read_header
 from ucformat import values
 from ucformat.box import Box, flat_range
 from ucformat.catalog import Notes, TensorSpec
@@ -140,14 +139,20 @@ def test_the_specification_lists_the_fields_of_a_slots_record() -> None:
 
 
 def test_a_reader_made_from_the_specification_alone_reads_the_newest_complete_snapshot(taken: Path) -> None:
-    found, records = read_snapshot(taken)
-    assert [(r["step"], r["rank"], r["run"], "table_digest" in r) for r in records] == [(5, 0, "a", False), (5, 1, "a", True)]
+    found = open_any(taken)
+    assert isinstance(found, Snapshot)
+    assert [(r["step"], r["rank"], r["run"], "table_digest" in r) for r in found.shards] == [
+        (5, 0, "a", False),
+        (5, 1, "a", True),
+    ]
     catalog = slotfill.opened(taken)
     assert catalog.notes.step == 5
-    assert found.keys() == {spec.name for spec in catalog.tensors} | catalog.aliases.keys()
-    for name, tensor in found.items():
-        check(tensor, read(catalog, name))
-    assert [record["values"] for record in records] == [{"step": 5}] * 2
+    assert found.tensors.keys() == {spec.name for spec in catalog.tensors}
+    assert found.aliases.keys() == catalog.aliases.keys()
+    for name in (*found.tensors, *found.aliases):
+        check(found.read(name), read(catalog, name))
+    assert found.values == {"step": 5}
+    assert not found.verified
 
 
 def test_every_example_of_a_value_decodes_to_what_the_specification_says() -> None:
@@ -166,7 +171,7 @@ def test_every_example_of_a_value_decodes_to_what_the_specification_says() -> No
 def test_the_specification_lists_the_dtypes_of_the_code() -> None:
     rows = re.findall(r"^\| ((?:`[A-Z0-9_]+`(?:, )?)+) \| (\d+) \|", SPEC, re.MULTILINE)
     listed = {name: int(size) for names, size in rows for name in re.findall(r"`(\w+)`", names)}
-    assert listed == {name: kind.itemsize for name, kind in DTYPES.items()} == ITEM_BYTES
+    assert listed == {name: kind.itemsize for name, kind in DTYPES.items()} == BYTES
 
 
 def test_a_written_checkpoint_satisfies_the_schema(written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
@@ -174,7 +179,7 @@ def test_a_written_checkpoint_satisfies_the_schema(written: tuple[Path, dict[str
     schema = json.loads(text())
     jsonschema.validate(json.loads((root / "ucf.json").read_text()), schema)
     for path in shards_of(root).glob("0*"):
-        note, _ = read_header(path.read_bytes())
+        note, _ = header(path.read_bytes(), path.stat().st_size, path)
         jsonschema.validate(note, {"$ref": "#/$defs/ShardNote", "$defs": schema["$defs"]})
 
 
@@ -182,21 +187,22 @@ def test_a_reader_made_from_the_specification_alone_reads_every_tensor_bit_for_b
     written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
 ) -> None:
     root, tensors, state = written
-    read, record = read_checkpoint(root)
-    assert read.keys() == {*tensors, "model/tied"}
+    found = Checkpoint(root)
+    record = found.record
+    assert found.tensors.keys() == tensors.keys()
     assert len(record["shards"]) > 1
     for name, x in tensors.items():
-        check(read[name], x)
-    check(read["model/tied"], tensors["model/whole"])
+        check(found.read(name), x)
+    check(found.read("model/tied"), tensors["model/whole"])
     assert values.decode(json.dumps(record["values"]).encode(), "f") == state
     assert (record["step"], record["mesh"]) == (7, {"dp": 2, "tp": 3})
 
 
-def check(found: tuple[str, NDArray[np.void]], x: torch.Tensor) -> None:
-    dtype, items = found
+def check(found: tuple[str, list[int], bytes], x: torch.Tensor) -> None:
+    dtype, shape, items = found
     assert DTYPES[dtype].torch == x.dtype
-    assert items.shape == tuple(x.shape)
-    assert items.tobytes() == raw_bytes(x)
+    assert tuple(shape) == tuple(x.shape)
+    assert items == raw_bytes(x)
 
 
 def test_any_safetensors_reader_opens_the_shards_and_the_index(
@@ -213,9 +219,9 @@ def test_any_safetensors_reader_opens_the_shards_and_the_index(
 
 def test_shards_and_index_start_their_data_on_a_page(written: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
     root, _, _ = written
-    for shard in read_record(root)["shards"]:
+    for shard in unseal(root / "ucf.json", RECORD)["shards"]:
         assert shard["data_start"] % 4096 == shard["table_start"] % 4096 == shard["size"] % 4096 == 0
-        entries = read_header((root / shard["file"]).read_bytes())[1]
+        entries = header((root / shard["file"]).read_bytes(), shard["size"], root)[1]
         assert min(start for _, _, start, _ in entries.values()) == shard["data_start"]
 
 
@@ -227,7 +233,7 @@ def test_shards_alone_tell_which_box_of_which_tensor_each_entry_is(
     volume = dict.fromkeys(tensors, 0)
     for path in shards_of(root).glob("0*"):
         data = path.read_bytes()
-        note, entries = read_header(data)
+        note, entries = header(data, len(data), path)
         for key, (dtype, shape, start, stop) in entries.items():
             if key.startswith("__ucf__."):
                 continue

@@ -16,6 +16,7 @@ from ucformat.errors import ChecksumError, FormatError, VersionError
 
 VERSION = "1.0"
 """Of the format."""
+_RECORD = b'"record":'
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$", description="xxh3-64, 16 hexadecimal digits")]
 
 
@@ -29,6 +30,12 @@ class Envelope(msgspec.Struct, frozen=True):
     record: msgspec.Raw
 
 
+class _Versioned(msgspec.Struct, frozen=True):
+    """All that is known of a file of any version."""
+
+    ucf: str
+
+
 def seal(raw: bytes) -> bytes:
     """The bytes of a file that holds the record `raw` (JSON) in its envelope."""
     return msgspec.json.encode(Envelope(VERSION, _digest(raw), msgspec.Raw(raw))) + b"\n"
@@ -40,14 +47,16 @@ def unseal(data: bytes, file: str) -> bytes:
     Raises VersionError for an unknown major version, ChecksumError when it is damaged, FormatError when it breaks the format.
     """
     try:
+        version = msgspec.json.decode(data, type=_Versioned).ucf
+        if version.split(".", 1)[0] != VERSION.split(".", 1)[0]:
+            raise VersionError(file, version, VERSION)
         envelope = msgspec.json.decode(data, type=Envelope)
-    except (msgspec.DecodeError, RecursionError) as error:
+        start, stop = data.index(_RECORD) + len(_RECORD), data.rindex(b"}")
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
-    if envelope.ucf.split(".", 1)[0] != VERSION.split(".", 1)[0]:
-        raise VersionError(file, envelope.ucf, VERSION)
-    raw = bytes(envelope.record)
+    raw = data[start:stop]
     if _digest(raw) != envelope.digest:
-        raise ChecksumError(file, 0, len(data), what="digest of the commit record")
+        raise ChecksumError(file, start, stop, what="digest of the commit record")
     try:
         _refuse_duplicates(data)
     except (ValueError, RecursionError) as error:

@@ -208,7 +208,10 @@ def complete_steps(store: Store) -> list[int]:
 def detect(source: Source) -> bool:
     if source.file is not None:
         return False
-    folders = [name.rstrip("/") for name in source.store.list() if _RANK.fullmatch(name)]
+    names = source.store.list()
+    if native.MANIFEST in names:  # a committed checkpoint, whatever else lies beside it
+        return False
+    folders = [name.rstrip("/") for name in names if _RANK.fullmatch(name)]
     return any(_is_ours(source.store.list(name)) for name in folders)
 
 

@@ -12,6 +12,7 @@ import binascii
 import json
 import math
 import pathlib
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from ucformat.errors import FormatError, UnrepresentableError
 from ucformat.values.hints import hints
 
 MAX_DEPTH = 128  # containers within containers: more is a cycle or an attack, and stays clear of Python's own limit
+_HEX = re.compile("-?0x[0-9a-fA-F]+")
+_INT_DIGITS = 20  # of the longest one, with its sign
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # what readers in other languages hold in one integer
 
 
@@ -233,7 +236,11 @@ def decode(data: bytes, file: str) -> object:
     """The value tree of `encode`'s bytes. Raises FormatError naming `file` for anything that `encode` does not write."""
     try:
         tree: object = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_read_object, parse_float=_read_float, parse_constant=_read_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_read_object,
+            parse_int=_read_integer,
+            parse_float=_read_float,
+            parse_constant=_read_constant,
         )
     except UnicodeDecodeError as error:
         raise FormatError(file, f"values are not UTF-8: {error.reason}", error.start, error.end) from error
@@ -244,6 +251,11 @@ def decode(data: bytes, file: str) -> object:
     except ValueError as error:  # _MalformedError, or an integer literal beyond Python's limit on digits
         raise FormatError(file, f"values: {error}") from error
     return tree
+
+
+def _read_integer(text: str) -> int:
+    _need(len(text) <= _INT_DIGITS and INT_MIN <= int(text) <= INT_MAX, f"number {text[:_INT_DIGITS]} is out of range")
+    return int(text)
 
 
 def _read_float(text: str) -> float:
@@ -306,7 +318,7 @@ def _read_str(x: object) -> str:
 
 def _read_int(x: object) -> int:
     text = cast(str, _a(str, x))
-    _need(text.removeprefix("-").startswith("0x"), "not hexadecimal")
+    _need(_HEX.fullmatch(text) is not None, "not hexadecimal")
     return int(text, 16)
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from specs.readers.python.ucf_reader import header as read_header
 from tests.checkpoints import shards_of
-from tests.spec_reader import safetensors as read_header
 from ucformat.box import Box
 from ucformat.catalog import Notes, TensorSpec
 from ucformat.containers.envelope import Envelope
@@ -72,7 +72,7 @@ def edit_record(root: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 def edit_index(root: Path, edit: Callable[[Columns], object], dtypes: list[str] | None = None) -> None:
     """Change columns of the index, and sign it again."""
     data = (shards_of(root) / "index.safetensors").read_bytes()
-    note, entries = read_header(data)
+    note, entries = read_header(data, len(data), root)
     columns: Columns = {
         name: np.frombuffer(data[start:stop], f"<u{int(dtype[1:]) // 8}").reshape(shape).astype(np.uint64)
         for name, (dtype, shape, start, stop) in entries.items()

@@ -18,13 +18,14 @@ from ucformat.formats.native.attempt import (
 )
 from ucformat.formats.native.checkpoint import NOTHING, changed, detect, find, is_committed, is_unfinished, open_catalog
 from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, tabulate
-from ucformat.formats.native.manifest import Record
+from ucformat.formats.native.manifest import MANIFEST, Record
 from ucformat.formats.native.reindex import reindex
 from ucformat.formats.native.retention import clear_steps, expired, prune_steps, remove_step
 from ucformat.formats.native.run import committed_steps, newest_step, note_saved, passed_over, step_name, step_numbers
 from ucformat.formats.native.write import carry_companions, write
 
 __all__ = [
+    "MANIFEST",
     "NAME",
     "NOTHING",
     "Attempt",

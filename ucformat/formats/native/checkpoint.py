@@ -15,7 +15,7 @@ from ucformat import values as trees
 from ucformat.catalog import Catalog, File, Notes
 from ucformat.errors import ChecksumError, FormatError, MissingFileError, NotACheckpointError
 from ucformat.formats import ownership
-from ucformat.formats.native.manifest import MANIFEST, Record, decode_record, read_index
+from ucformat.formats.native.manifest import MANIFEST, Index, Record, decode_record, read_index
 from ucformat.formats.native.run import newest_step, step_name, step_numbers
 from ucformat.formats.native.shard import ShardChecks
 from ucformat.formats.source import Source
@@ -66,7 +66,8 @@ def open_catalog(source: Source) -> Catalog:
         data: bytes | None = None
         try:
             data = store.read(MANIFEST)
-            return _catalog(store, decode_record(data, f"{store.url}/{MANIFEST}"))
+            record = decode_record(data, f"{store.url}/{MANIFEST}")
+            return catalog_of(store, record, read_index(store, record))
         except (MissingFileError, FormatError, ChecksumError):
             if look + 1 == LOOKS or (data is not None and not changed(store, data)):
                 raise
@@ -81,9 +82,9 @@ def changed(store: Store, data: bytes) -> bool:
         return True
 
 
-def _catalog(store: Store, record: Record) -> Catalog:
+def catalog_of(store: Store, record: Record, index: Index) -> Catalog:
+    """The catalog of a commit record and its index. Raises FormatError for aliases and values that break the format."""
     where = f"{store.url}/{MANIFEST}"
-    index = read_index(store, record)
     names = {spec.name for spec in index.tensors}
     for alias, target in record.aliases.items():
         if target not in names or alias in names:

@@ -95,7 +95,7 @@ def decode_record(data: bytes, file: str) -> Record:
         raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
     for path in (record.index.file, *(shard.file for shard in record.shards), *(item.file for item in record.companions)):
         safe_path(path, file)
-    if record.step is not None and record.step < 0:
+    if record.step is not None and not 0 <= record.step < 1 << 63:
         raise FormatError(file, f"step {record.step}", 0, len(data))
     check_block_size(record.block_bytes, file)
     for shard in record.shards:
@@ -270,7 +270,7 @@ def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Rec
     if not len(table):
         return
     shape = shapes[table.tensor]
-    bad = ((table.offset < 0) | (table.length < 1) | (table.offset + table.length > shape)).any(axis=1)
+    bad = ((table.offset < 0) | (table.length < 1) | (table.length > shape - np.minimum(table.offset, shape))).any(axis=1)
     if (table.file < 0).any() or int(table.file.max()) >= len(record.shards):
         raise FormatError(where, "a fragment names a shard that is not in the commit record")
     size = np.array([spec.kind.itemsize for spec in tensors], dtype=np.int64)[table.tensor]

@@ -58,8 +58,8 @@ def read_many(
 ) -> list[torch.Tensor]:
     """Several boxes at once, in one plan. `on_bytes` is called with the number of bytes just read, from any thread."""
     columns = wants(catalog, wanted)
-    refuse_expanded(catalog, columns)
     planned = plan(catalog, columns)
+    refuse_expanded(catalog, columns)
     out = []
     for index, length in zip(columns.tensor, columns.length, strict=True):
         spec = catalog.tensors[index]

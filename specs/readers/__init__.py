@@ -1,0 +1,1 @@
+"""Readers made from the text of the specification alone."""
