@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ucformat.errors import CoverageError, FormatError, UnrepresentableError, ValueConflictError
@@ -114,6 +114,7 @@ trees = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 @given(trees)
 def test_any_tree_comes_back_exactly(tree: object) -> None:
     data = encode(tree)
