@@ -277,9 +277,9 @@ def test_malformed_json_is_refused_naming_the_file(hostile: bytes) -> None:
 
 def test_long_lists_of_names_and_numbers_are_fast() -> None:
     tree = {"params": [f"layers.{i}.weight" for i in range(20_000)], "order": list(range(1_000_000))}
-    start = time.perf_counter()
+    start = time.process_time()
     assert decode(encode(tree), "f") == tree
-    assert time.perf_counter() - start < 5  # about 0.3 s on a quiet core
+    assert time.process_time() - start < 5  # about 0.3 s on a quiet core
 
 
 # ---------------------------------------------------------------- names

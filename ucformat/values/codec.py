@@ -25,6 +25,7 @@ from ucformat.errors import FormatError, UnrepresentableError
 from ucformat.values.hints import hints
 
 MAX_DEPTH = 128  # containers within containers: more is a cycle or an attack, and stays clear of Python's own limit
+_LONG = re.compile(rb"[0-9]{19}")  # shorter integers are in range
 _HEX = re.compile("-?0x[0-9a-fA-F]+")
 _INT_DIGITS = 20  # of the longest one, with its sign
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1  # what readers in other languages hold in one integer
@@ -238,7 +239,7 @@ def decode(data: bytes, file: str) -> object:
         tree: object = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_read_object,
-            parse_int=_read_integer,
+            parse_int=_read_integer if _LONG.search(data) else None,  # a call per number, which most trees do without
             parse_float=_read_float,
             parse_constant=_read_constant,
         )
