@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.packages import install_page
 from ucformat import errors
 from ucformat.cli.app import run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "docs/design").glob("*.md")), ROOT / "specs/format.md"]
-BLOCK = re.compile(r"^```(python|console)(?: nproc=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|console)(?: nproc=(\d+)| file=\S+)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -25,6 +26,7 @@ def test_the_examples_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
+    install_page(page, tmp_path, monkeypatch)
     for number, (language, processes, code) in enumerate(BLOCK.findall(page.read_text())):
         if language == "console":
             for line in code.splitlines():

@@ -110,6 +110,18 @@ class NotACheckpointError(UcformatError):
         super().__init__(f"{path}: not a checkpoint: {why}")
 
 
+class AmbiguousFormatError(UcformatError):
+    """Several readers recognise `path`, and none of them says that it goes before the others."""
+
+    def __init__(self, path: str, formats: Sequence[str]) -> None:
+        self.path, self.formats = path, tuple(formats)
+        shown = " and ".join(self.formats)
+        super().__init__(
+            f"{path}: recognised by several readers: {shown}; uninstall the package of one, or let its READER say "
+            f"which formats it `precedes`"
+        )
+
+
 class FormatError(UcformatError):
     """A file breaks its own format: truncated, malformed, hostile, or inconsistent with its index."""
 

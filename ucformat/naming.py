@@ -16,6 +16,9 @@ from ucformat.catalog import Catalog
 from ucformat.errors import UnsupportedError
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
+FILE_METADATA = "hf_metadata"
+"""Top-level key of the value tree for what the header of safetensors files says beside their tensors (strings by key; those of
+a folder in a dict under its name and `/`). It describes files rather than state: no selection drops it."""
 TRANSPARENT = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Names under which wrappers hold the module they wrap; no part of a parameter's name."""
 OUTERMOST = "module"  # under which DDP and DataParallel hold theirs; a name of the model's own where it is not all names' first

@@ -19,6 +19,7 @@ from ucformat.catalog import TensorSpec
 from ucformat.dtypes import DTYPES, from_torch
 from ucformat.errors import ExistsError, FormatError, MissingFileError, UcformatError, UnsupportedError
 from ucformat.formats import hf, sidecar_files
+from ucformat.formats.hf import folders
 from ucformat.formats.hf.layout import lay_out
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import Companions, OutputBox, WriteJob
@@ -402,7 +403,7 @@ def model_folder(tmp_path: Path) -> Path:
 def gather(folder: Path) -> Companions:
     """The files that travel along with the model in `folder`, as a conversion finds them."""
     source = locate(str(folder))
-    return sidecar_files.gather(source, hf.folders_of(source.store), hf.weight_files(source))
+    return sidecar_files.gather(source, folders.parts(source.store), hf.weight_files(source))
 
 
 def files_of(folder: Path) -> set[str]:

@@ -42,7 +42,7 @@ def test_legacy_checkpoints_are_refused(ranks: tuple[str, ...], tmp_path: Path) 
     legacy(tmp_path / "iter_0000010", ranks)
     for folder in (tmp_path, tmp_path / "iter_0000010"):
         source = locate(str(folder))
-        assert formats.detect(source) is megatron
+        assert formats.detect(source) is megatron.READER
         with pytest.raises(UnsupportedError, match=f"{len(ranks)} model-parallel ranks"):
             formats.open_catalog(str(folder))
 

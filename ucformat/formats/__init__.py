@@ -1,73 +1,101 @@
-"""Formats: every module reads one kind of checkpoint into a Catalog, and some write one.
+"""Formats: each module reads one kind of checkpoint into a Catalog, and some write one. Verbs come here to open a path.
 
-A reader has `NAME`, `detect(source)` and `open_catalog(source)`; a writer module has `write(job)`. To add a format,
-write one file and list it here.
+What a format has to offer is in `contract`, which formats there are in `registry`; how to add one is in docs/extending.md.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import ModuleType
+from dataclasses import dataclass, replace
 
 from ucformat.catalog import Catalog
-from ucformat.errors import MissingFileError, NotACheckpointError, UnsupportedError
+from ucformat.errors import AmbiguousFormatError, MissingFileError, NotACheckpointError
 from ucformat.formats import strangers
+from ucformat.formats.contract import Reader, Writer
+from ucformat.formats.native.run import step_name
+from ucformat.formats.registry import known_names, own_readers, reader, registered_readers, writer, writer_names
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import WriteJob
 from ucformat.formats.unchanged import opened_unchanged
 
+__all__ = [
+    "Reader",
+    "Source",
+    "WriteJob",
+    "Writer",
+    "bookkeeping",
+    "detect",
+    "has_masters",
+    "holds_steps",
+    "is_there",
+    "locate",
+    "names_advice",
+    "open_catalog",
+    "open_named",
+    "open_source",
+    "reader",
+    "writer",
+    "writer_names",
+]
 _LOG = logging.getLogger("ucformat")
 
-READERS = ("snapshot", "native", "dcp", "deepspeed", "megatron", "dcp_hf", "fsdp_folders", "hf", "hf_bin", "torchsave")
-"""Modules that recognise checkpoints, the most specific first."""
 
-WRITERS = ("native", "hf", "dcp", "torchsave")
-"""Modules that can write, by the names that users give."""
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """Which readers take a source, and which of other packages failed while they looked at it."""
 
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"ucformat.formats.{name}")
+    readers: tuple[Reader, ...]
+    failures: tuple[str, ...]
 
 
-def detect(source: Source) -> ModuleType:
-    """The reader of a source. Raises NotACheckpointError when none knows it."""
-    for name in READERS:
-        module = _module(name)
-        if module.detect(source):
-            return module
-    native = _module("native")
-    if source.file is None and native.is_unfinished(source.store):
-        raise NotACheckpointError(source.url, native.NOTHING)
-    known = strangers.describe(source)
-    if known is not None:
-        raise NotACheckpointError(source.url, known)
-    known = ", ".join(_module(name).NAME for name in READERS)
-    raise NotACheckpointError(source.url, f"no reader recognises it (known: {known})")
+def recognise(source: Source) -> Recognised:
+    """Ask the readers. Of ours, the first one that accepts counts; those of other packages that fail are logged."""
+    own = next((one for one in own_readers() if one.detect(source)), None)
+    found = [] if own is None else [own]
+    failures: list[str] = []
+    for one in registered_readers():
+        try:
+            found += [one] if one.detect(source) else []
+        except Exception as error:  # of any kind: it is somebody else's code
+            failures.append(f"the reader {one.name!r} failed: {type(error).__name__}: {error}")
+            _LOG.warning("%s: %s", source.url, failures[-1])
+    preceded = {name for one in found for name in one.precedes}
+    return Recognised(tuple(one for one in found if one.name not in preceded), tuple(failures))
+
+
+def detect(source: Source) -> Reader:
+    """The reader of a source. Raises NotACheckpointError when none recognises it, AmbiguousFormatError when several do."""
+    found = recognise(source)
+    if len(found.readers) == 1:
+        return found.readers[0]
+    if found.readers:
+        raise AmbiguousFormatError(source.url, [one.name for one in found.readers])
+    raise NotACheckpointError(source.url, "; ".join((_why_not(source), *found.failures)))
+
+
+def _why_not(source: Source) -> str:
+    near = (one.explain(source) for one in own_readers())
+    known = next(filter(None, near), None) or strangers.describe(source)
+    return known or f"no reader recognises it (known: {', '.join(known_names())})"
 
 
 def is_there(url: str) -> bool:
     """Whether a path or URL holds a checkpoint, or a run with a committed one.
 
     False when nothing is there, or only what no reader and nobody else knows as a checkpoint: the log says what. Raises
-    NotACheckpointError for checkpoints that ucformat does not read, and StorageError.
+    NotACheckpointError for checkpoints that ucformat does not read, AmbiguousFormatError, and StorageError.
     """
     try:
         source = locate(url)
     except MissingFileError:
         return False
-    if strangers.describe(source) is None and not any(_module(name).detect(source) for name in READERS):
+    found = recognise(source)
+    if not found.readers and not found.failures and strangers.describe(source) is None:
         shown = ", ".join(source.store.list()[:5])
         _LOG.warning("%s: taken for a place without a checkpoint, since no reader recognises what is there (%s…)", url, shown)
         return False
-    reader = detect(source)
-    if reader.NAME != "native":
-        return True
-    from ucformat.formats import native
-
-    return source.file is not None or native.is_committed(source.store) or native.newest_step(source.store) is not None
+    detect(source)
+    return True
 
 
 def open_catalog(url: str, step: int | None = None) -> Catalog:
@@ -78,28 +106,52 @@ def open_catalog(url: str, step: int | None = None) -> Catalog:
 def open_named(url: str, step: int | None = None) -> tuple[str, Catalog]:
     """The name of a checkpoint's format, and its catalog (whose notes may name an earlier origin).
 
-    `step`: that step of a run directory, or of the slots of a snapshot directory.
+    `step`: that step of a run directory, or of a checkpoint that holds several, as the slots of a snapshot do.
     """
     source = locate(url)
-    if step is not None and not _module("snapshot").detect(source):
-        return open_named(f"{url.rstrip('/')}/{_module('native').step_name(step)}")
-    module = detect(source)
-    arguments = (source,) if step is None else (source, step)
-    if module.NAME == "native":
-        catalog: Catalog = module.open_catalog(*arguments)
-    else:
-        catalog = opened_unchanged(source, lambda: module.open_catalog(*arguments))
+    if step is not None and not _holds_steps(source):
+        return open_named(f"{url.rstrip('/')}/{step_name(step)}")
+    found, catalog = open_source(source, step)
+    return found.name, catalog
+
+
+def open_source(source: Source, step: int | None = None) -> tuple[Reader, Catalog]:
+    """The reader of a source and its catalog; `step` where the checkpoint itself holds several."""
+    found = detect(source)
+
+    def open_once() -> Catalog:
+        return found.open_catalog(source) if step is None or found.open_step is None else found.open_step(source, step)
+
+    catalog = open_once() if found.detects_changes else opened_unchanged(source, open_once)
     if source.file is not None and catalog.store.url == source.store.url:
         catalog = replace(catalog, file=source.file)
-    return str(module.NAME), catalog
+    return found, catalog
 
 
-def writer(name: str) -> Callable[[WriteJob], None]:
-    """The `write` of a format. Raises UnsupportedError for one that can't be written."""
-    if name not in WRITERS:
-        raise UnsupportedError(name, f"not a format that can be written (choose from {', '.join(WRITERS)})")
-    write: Callable[[WriteJob], None] = _module(name).write
-    return write
+def _holds_steps(source: Source) -> bool:
+    """Whether a source is a checkpoint that holds several steps itself.
+
+    No other readers are asked: of a run, steps that nobody wants may be unreadable.
+    """
+    return any(one.open_step is not None and one.detect(source) for one in (*own_readers(), *registered_readers()))
+
+
+def holds_steps(name: str) -> bool:
+    """Whether a checkpoint of this format holds several steps at once."""
+    found = reader(name)
+    return found is not None and found.open_step is not None
+
+
+def has_masters(origin: str) -> bool:
+    """Whether weights of this origin are rounded from master weights that lie beside them."""
+    found = reader(origin)
+    return found is not None and found.has_masters
+
+
+def names_advice(origin: str) -> str:
+    """What to do when names of this origin differ from those in memory; empty where nothing special is known."""
+    found = reader(origin)
+    return "" if found is None else found.names_advice
 
 
 def bookkeeping(origin: str) -> frozenset[str]:
@@ -107,20 +159,5 @@ def bookkeeping(origin: str) -> frozenset[str]:
 
     `origin` is that of a catalog's notes: it stays with what was converted. Unknown ones have none.
     """
-    module = origin.replace("-", "_")  # readers' names have a hyphen where those of modules can't
-    found: frozenset[str] = getattr(_module(module), "BOOKKEEPING", frozenset()) if module in READERS else frozenset()
-    return found
-
-
-VALUELESS = frozenset({"hf"})
-"""Formats that hold tensors only: the value tree has no place in them."""
-
-PICKLED = frozenset({"dcp", "torchsave"})
-"""Formats whose values are pickles: stand-ins of unknown classes have no place in them."""
-
-
-def taken(name: str, names: Sequence[str]) -> list[str]:
-    """Those of `names` that a format has a place for; converting leaves the others out and says so."""
-    module = _module(name)
-    choose: Callable[[Sequence[str]], list[str]] = getattr(module, "takes", list)
-    return choose(names)
+    found = reader(origin)
+    return frozenset() if found is None else found.bookkeeping

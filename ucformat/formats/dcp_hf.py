@@ -17,12 +17,13 @@ from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.containers.safetensors_header import Header, HeaderEntry, distinct, is_safetensors, read_header
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
+from ucformat.formats import owned
+from ucformat.formats.contract import Reader
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store
 
 NAME = "dcp-hf"
 KEY = "DCP_SHARDING_INFO"
-OWNS = re.compile(r"[^/]*\.safetensors")  # all of them, as the reader takes all
 _SUFFIX = ".safetensors"
 _SNIFF_BYTES = 4096  # __metadata__ comes first in a header
 _SHARD = re.compile(r"shard-(\d{1,9})-.*\.safetensors")  # numbers start at 1
@@ -128,3 +129,11 @@ def _add(builder: CatalogBuilder, name: str, held: list[tuple[int, HeaderEntry, 
         if own not in seen:
             seen.add(own)
             builder.fragment(canonical, number, entry.start, own)
+
+
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    owned_files=owned.by_pattern(r"[^/]*\.safetensors"),  # all of them, as the reader takes all
+)

@@ -14,12 +14,12 @@ from dataclasses import replace
 from ucformat.catalog import Catalog
 from ucformat.errors import UcformatError
 from ucformat.formats import dcp, torchsave, training_files
+from ucformat.formats.contract import Reader
 from ucformat.formats.source import Source
 from ucformat.formats.training_files import with_training_state
 from ucformat.formats.unite import seen_from, unite
 
 NAME = "fsdp-folders"
-BOOKKEEPING = training_files.BOOKKEEPING
 
 _MODEL, _OPTIMIZER, _FILE = "pytorch_model_fsdp_0", "optimizer_0", "pytorch_model_fsdp.bin"
 _FURTHER = re.compile(r"(pytorch_model_fsdp|optimizer)_([1-9]\d*(\.bin|/)|(\d+_)?rank\d+\.bin)")
@@ -52,3 +52,6 @@ def open_catalog(source: Source) -> Catalog:
     said = (f"not read: {', '.join(further)}",) if further else ()
     notes = replace(catalog.notes, origin=NAME, remarks=(*catalog.notes.remarks, *said), origin_layout={})
     return with_training_state(replace(catalog, notes=notes), root)
+
+
+READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog, bookkeeping=training_files.BOOKKEEPING)

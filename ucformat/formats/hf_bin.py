@@ -5,21 +5,17 @@ Names are as in `hf`: `model/<name>`.
 
 from __future__ import annotations
 
-import re
-
 from ucformat.catalog import Catalog
 from ucformat.errors import UcformatError
-from ucformat.formats import training_files
+from ucformat.formats import owned, training_files
+from ucformat.formats.contract import Reader
 from ucformat.formats.hf import folders, model
 from ucformat.formats.hf.bins import INDEX_SUFFIX, has_weights
+from ucformat.formats.hf.companions import NAMES_ADVICE, companions_beside
 from ucformat.formats.source import Source
 from ucformat.formats.training_files import with_training_state
 
 NAME = "hf-bin"
-BOOKKEEPING = training_files.BOOKKEEPING
-OWNS = re.compile(r"((diffusion_)?pytorch|adapter)_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
-weight_files = model.weight_files
-folders_of = folders.parts
 
 
 def detect(source: Source) -> bool:
@@ -40,3 +36,16 @@ def open_catalog(source: Source) -> Catalog:
     """
     catalog = model.open_catalog(source, NAME)
     return catalog if source.file is not None else with_training_state(catalog, source.store)
+
+
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    bookkeeping=training_files.BOOKKEEPING,
+    names_advice=NAMES_ADVICE,
+    companions=companions_beside,
+    owned_files=owned.by_pattern(
+        r"((diffusion_)?pytorch|adapter)_model(-\d+-of-\d+)?\.bin(\.index\.json)?", model.weight_files, folders.parts
+    ),
+)

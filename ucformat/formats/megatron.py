@@ -11,6 +11,7 @@ import re
 
 from ucformat.catalog import Catalog
 from ucformat.errors import UcformatError, UnsupportedError
+from ucformat.formats.contract import Reader
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store
 
@@ -62,3 +63,6 @@ def _backend(store: Store) -> str | None:
         return None
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     return backend if isinstance(backend, str) else None
+
+
+READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog)

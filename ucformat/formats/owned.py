@@ -1,23 +1,19 @@
 """Which files of a directory belong to the checkpoint in it: those go when it is replaced, all others stay.
 
-A format that may be replaced has `owned_files(source)`, which names them all, or `OWNS`, a pattern of paths in the directory,
-and where names are free `weight_files(source)`, the files that its reader takes. Files that travel along with the model belong
-to the checkpoint, too.
+`Reader.owned_files` says it of each format that may be replaced; `by_pattern` is for those that know their files by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ucformat import formats
 from ucformat.errors import NotACheckpointError, UcformatError, UnsupportedError
 from ucformat.formats import sidecar_files
+from ucformat.formats.contract import Owns
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store
-
-Owns = Callable[[str], bool]
-"""Whether a path in the directory belongs to the checkpoint."""
 
 
 def owner(store: Store) -> Owns:
@@ -27,18 +23,32 @@ def owner(store: Store) -> Owns:
     """
     source = Source(store)
     try:
-        module = formats.detect(source)
+        reader = formats.detect(source)
     except NotACheckpointError:
         return lambda path: False
-    if hasattr(module, "owned_files"):
-        files = frozenset(module.owned_files(source))
-        return lambda path: path in files
-    pattern = getattr(module, "OWNS", None)
-    if pattern is None:
-        why = f"holds a checkpoint of the format {module.NAME}, which is never replaced: remove it yourself"
+    if reader.owned_files is None:
+        why = f"holds a checkpoint of the format {reader.name}, which is never replaced: remove it yourself"
         raise UnsupportedError(store.url, why)
-    named, travels = _chosen(module, source), sidecar_files.owner(store.list(), _folders(module, source))
-    return lambda path: pattern.fullmatch(path) is not None or path in named or travels(path)
+    return reader.owned_files(source)
+
+
+def by_pattern(
+    pattern: str,
+    weights: Callable[[Source], Collection[str]] = lambda source: (),
+    folders: Callable[[Store], Sequence[str]] = lambda store: (),
+) -> Callable[[Source], Owns]:
+    """For `Reader.owned_files`: paths that match a regular expression as a whole, and what travels along with the model.
+
+    `weights`: further files that the reader takes, where their names are free; `folders`: those that are parts of the model.
+    """
+    matches = re.compile(pattern, re.DOTALL).fullmatch
+
+    def owned_files(source: Source) -> Owns:
+        named = frozenset(_known(lambda: weights(source)))
+        travels = sidecar_files.owner(source.store.list(), tuple(_known(lambda: folders(source.store))))
+        return lambda path: matches(path) is not None or path in named or travels(path)
+
+    return owned_files
 
 
 def held(store: Store) -> list[str]:
@@ -55,24 +65,12 @@ def check_kept(store: Store, paths: Iterable[str]) -> None:
             raise UnsupportedError(f"{store.url}/{path}", why)
 
 
-def _chosen(module: ModuleType, source: Source) -> frozenset[str]:
-    """The files that the format's reader takes, where the directory is whole enough to tell."""
-    if not hasattr(module, "weight_files"):
-        return frozenset()
+def _known(ask: Callable[[], Collection[str]]) -> Collection[str]:
+    """What a reader says; nothing where the directory is not whole enough to tell."""
     try:
-        files: frozenset[str] = module.weight_files(source)
-    except UcformatError:
-        return frozenset()
-    return files
-
-
-def _folders(module: ModuleType, source: Source) -> tuple[str, ...]:
-    """The folders that are parts of the model there."""
-    try:
-        folders: tuple[str, ...] = module.folders_of(source.store) if hasattr(module, "folders_of") else ()
+        return ask()
     except UcformatError:
         return ()
-    return folders
 
 
 def walk(store: Store, skip: str = "") -> Iterator[str]:

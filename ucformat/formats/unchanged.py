@@ -29,7 +29,7 @@ class FileGuard:
 def opened_unchanged(source: Source, open_once: Callable[[], Catalog]) -> Catalog:
     """The catalog that `open_once` gives, of one state of the source; its files get a guard.
 
-    Not for native checkpoints: names of their files are never used again, and the record vouches for their checksums.
+    Not for formats that notice it themselves: see `Reader.detects_changes`.
 
     Raises what opening raises, CheckpointChangedError when the source is replaced again and again.
     """

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import numpy as np
 import torch.distributed as dist
@@ -23,14 +22,10 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
 from ucformat.formats import native, owned, ownership, partial, sidecar_files
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.hf.companions import companions_of
-from ucformat.formats.hf.layout import lay_out, noted_folders
-from ucformat.formats.hf.stems import is_known
-from ucformat.formats.hf.writer import remarks as hf_remarks
-from ucformat.formats.hf.writer import without_adapter
 from ucformat.formats.source import Source, locate
-from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob, shorten
-from ucformat.formats.training_files import is_training_file
+from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob
 from ucformat.group import Group, current
 from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
@@ -43,8 +38,6 @@ from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
-_LAYOUTS = ("native", "dcp")  # formats whose files may hold pieces of tensors
-_STAGED = ("hf", "dcp")  # formats that `staging` puts into their place
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +84,7 @@ class Conversion:
 
     def writes(self) -> list[int]:
         """Tensor bytes of each file that would be written."""
-        if self.to == "hf":
-            return [int(file.image.nbytes.sum()) for file in lay_out(self.job)]
-        if self.to not in _LAYOUTS:
-            return [self.written_bytes]
-        return [sum(self.job.targets[i].nbytes for i in part) for part in self.job.shards()]
+        return formats.writer(self.to).file_sizes(self.job)
 
     @property
     def written_bytes(self) -> int:
@@ -195,22 +184,21 @@ def prepare(
     Raises NotACheckpointError, MissingFileError, FormatError for the source, CoverageError and OverlapError when a
     tensor is not wholly stored, ExistsError when `dst` is in use, UnsupportedError for what can't be done.
     """
-    formats.writer(to)
+    writer = formats.writer(to)
     if keep_dtype and dtype is None:
         raise UnsupportedError(dst, "keep_dtype means something only together with dtype")
     wanted_dtype = None if dtype is None else dtype_of(dtype)
-    if layout is not None and to not in _LAYOUTS:
-        raise UnsupportedError(dst, f"a layout has no meaning in the format {to}: it is for {' and '.join(_LAYOUTS)}")
+    if layout is not None and not writer.takes_layout:
+        raise UnsupportedError(dst, f"a layout has no meaning in the format {to}: {_which_take_layouts()}")
     source = locate(src)
-    reader = formats.detect(source)
-    catalog = reader.open_catalog(source)
-    store, file = _destination(dst, to)
-    _check_destination(src, dst, to, store, file, overwrite)
+    reader, catalog = formats.open_source(source)
+    store, file = _destination(dst, writer)
+    _check_destination(src, dst, writer, store, file, overwrite)
     catalog = rename_catalog(catalog, rename) if rename else catalog
-    catalog, unwrapped = unwrap_model(catalog) if to == "hf" else (catalog, "")
+    catalog, unwrapped = unwrap_model(catalog) if writer.bare_names else (catalog, "")
     masters = master_weights.converted_weights(catalog, wanted_dtype)
     masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
-    chosen = choose(master_weights.from_their_masters(catalog, masters), to, select, exclude, src)
+    chosen = choose(master_weights.from_their_masters(catalog, masters), writer, select, exclude, src)
     masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
     chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
     kept = chosen.catalog
@@ -242,24 +230,13 @@ def prepare(
         overwrite=overwrite,
         layout=None if files is None else [part for part in files if part],
     )
-    if to == "hf":
-        planned = lay_out(job)
-        job = replace(job, companions=without_adapter(job.companions, planned))
-        remarks += hf_remarks(job, planned)
-    if to == "torchsave":
-        remarks += _placeless(job)
-        job = replace(job, companions=Companions())
-    remarks += job.companions.remarks
-    return Conversion(source, reader.NAME, dst, to, job, _shares(read_plan), chosen, tuple(remarks))
+    job, own = writer.prepare(job)
+    remarks += (*own, *job.companions.remarks)
+    return Conversion(source, reader.name, dst, to, job, _shares(read_plan), chosen, tuple(remarks))
 
 
-def _placeless(job: WriteJob) -> list[str]:
-    """Remarks on what surrounds a model and has no place in a single file."""
-    paths, folders_lost = [item.path for item in job.companions.files], noted_folders(job.notes)
-    said = [f"not copied, a single file has no place for them: {shorten(paths)}"] if paths else []
-    if folders_lost:
-        said.append(f"a single file does not say which tensors belong into folders of their own: {shorten(folders_lost)}")
-    return said
+def _which_take_layouts() -> str:
+    return f"it is for {' and '.join(name for name in formats.writer_names() if formats.writer(name).takes_layout)}"
 
 
 def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> ConvertReport:
@@ -267,7 +244,7 @@ def run(conversion: Conversion, group: Group | None = None, on_progress: Progres
     group = Group() if group is None else group
     began = time.monotonic()
     count = _Count(conversion.written_bytes, on_progress)
-    formats.writer(conversion.to)(replace(conversion.job, group=group, on_bytes=count))
+    formats.writer(conversion.to).write(replace(conversion.job, group=group, on_bytes=count))
     return ConvertReport(
         conversion.tensors,
         conversion.read_bytes,
@@ -293,38 +270,36 @@ class _Count:
                 self._tell(self.done, self.total)
 
 
-def _companions(source: Source, reader: ModuleType, catalog: Catalog) -> Companions:
+def _companions(source: Source, reader: Reader, catalog: Catalog) -> Companions:
     """The files that travel along: those at the source, or in the checkpoint of a run that it led to."""
-    if hasattr(reader, "folders_of") and source.file is None:
-        read = {name for name in source.store.list() if is_training_file(name)}
-        return sidecar_files.gather(source, reader.folders_of(source.store), reader.weight_files(source) | read)
-    if hasattr(reader, "folders_of") and is_known(str(source.file).partition(".safetensors")[0]):
-        return sidecar_files.gather(source, ())
+    if reader.companions is not None:
+        return reader.companions(source)
     found = sidecar_files.gather(source)
     return found if found.files or catalog.store.url == source.store.url else sidecar_files.gather(Source(catalog.store))
 
 
-def _destination(dst: str, to: str) -> tuple[Store, str | None]:
-    """The directory to be, or for `torchsave` the directory around the file to be, and its name."""
+def _destination(dst: str, writer: Writer) -> tuple[Store, str | None]:
+    """The directory to be, or the directory around the file to be, and its name."""
     if not dst:
         raise UnsupportedError("an empty path", "can't be written to: name the destination")
     store = open_store(dst)
-    if to == "torchsave":
+    if writer.single_file:
         if store.list() or os.path.isdir(store.url):
-            raise UnsupportedError(dst, "is a directory, and torchsave is written as one file: name that, as `model.pt` in it")
+            why = f"is a directory, and {writer.name} is written as one file: name that, as `model.pt` in it"
+            raise UnsupportedError(dst, why)
         parent, _, name = dst.rstrip("/").rpartition("/")
         return open_store(parent or ("/" if dst.startswith("/") else ".")), name
-    if to == "hf" and dst.endswith(".safetensors"):
-        raise UnsupportedError(dst, "hf is written as a directory: name that")
+    if dst.endswith(writer.not_a_directory):
+        raise UnsupportedError(dst, f"{writer.name} is written as a directory: name that")
     return store, None
 
 
-def _check_destination(src: str, dst: str, to: str, store: Store, file: str | None, overwrite: bool) -> None:
+def _check_destination(src: str, dst: str, writer: Writer, store: Store, file: str | None, overwrite: bool) -> None:
     """Refuse to write where something is, unless it is a checkpoint that may be replaced."""
     _check_apart(src, dst, store, file)
     if not (store.list() if file is None else store.exists(file)) or (file is None and _is_leftover(store)):
         return
-    again = file is None and to in _STAGED and partial.interrupted(store)  # the writer looks closely at what is there
+    again = file is None and writer.staged and partial.interrupted(store)  # the writer looks closely at what is there
     if not overwrite and not again:
         raise ExistsError(dst)
     if file is None and native.newest_step(store) is not None:

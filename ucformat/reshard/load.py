@@ -106,8 +106,8 @@ def open_alike(where: str, step: int | None, group: Group) -> tuple[str, Catalog
     with group.together(f"opening {where}"):
         if group.rank == 0:
             opened = formats.open_named(where, step)
-            if opened[0] == "snapshot":
-                step = opened[1].notes.step  # slots hold several, and newer ones any time
+            if formats.holds_steps(opened[0]):
+                step = opened[1].notes.step  # there are others, and newer ones any time
             elif step is not None or locate(where).file is None:
                 chosen, step = opened[1].url, None
     chosen, step = group.broadcast((chosen, step))

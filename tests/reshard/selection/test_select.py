@@ -73,8 +73,14 @@ def test_native_keeps_objects_of_unknown_classes(tmp_path: Path) -> None:
 
 def test_values_that_a_format_or_a_choice_leaves_out_are_named(src: str) -> None:
     catalog = formats.open_catalog(src)
-    assert choose(catalog, "hf", (), (), src).values_left_out == ("a%2Fb", "data", "empty", "none", "optimizer", "step")
-    chosen = choose(catalog, "native", (), ("optimizer/note", "data/*", "a%2Fb"), src)
+    assert choose(catalog, formats.writer("hf"), (), (), src).values_left_out == (
+        "a%2Fb",
+        "data",
+        "none",
+        "optimizer",
+        "step",
+    )
+    chosen = choose(catalog, formats.writer("native"), (), ("optimizer/note", "data/*", "a%2Fb"), src)
     assert chosen.values_left_out == ("a%2Fb", "data", "optimizer/note")
     assert chosen.catalog.values == {
         "step": 3,
@@ -82,7 +88,7 @@ def test_values_that_a_format_or_a_choice_leaves_out_are_named(src: str) -> None
         "empty": {},
         "optimizer": {"param_groups": [{"lr": 0.1, "params": ["w"]}]},
     }
-    chosen = choose(catalog, "native", ("optimizer/*/exp_avg",), (), src)
+    chosen = choose(catalog, formats.writer("native"), ("optimizer/*/exp_avg",), (), src)
     assert chosen.catalog.values == {"optimizer": VALUES["optimizer"]}, "states keep their hyper-parameters"
     assert chosen.left_out == ("model/w",)
 
@@ -120,5 +126,5 @@ def test_a_pattern_that_means_nothing_on_any_side_is_an_error(src: str) -> None:
 
 def test_placeholders_of_tensors_that_stay_are_kept(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "list": [torch.zeros(1)]}, tmp_path / "src.pt")
-    chosen = choose(formats.open_catalog(str(tmp_path / "src.pt")), "native", (), (), "src")
+    chosen = choose(formats.open_catalog(str(tmp_path / "src.pt")), formats.writer("native"), (), (), "src")
     assert chosen.catalog.values == {"list": [TensorRef("list/0")]}

@@ -7,7 +7,6 @@ becomes the canonical one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +16,8 @@ from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.containers.zip_read import checks_of
 from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
-from ucformat.formats import notes_file
+from ucformat.formats import notes_file, owned
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
 from ucformat.formats.dcp.writer import OUTER_KEY, write
@@ -28,8 +28,7 @@ from ucformat.pickles.unpickle import Inert, RefusedTensor, StoredTensor, to_val
 from ucformat.values.codec import Opaque
 
 NAME = "dcp"
-OWNS = re.compile(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?|ucf_notes\.json", re.DOTALL)
-__all__ = ["NAME", "OWNS", "detect", "open_catalog", "write"]
+__all__ = ["NAME", "READER", "WRITER", "detect", "open_catalog", "write"]
 
 _MEGATRON = frozenset({"metadata.json", "common.pt"})  # Megatron's distributed checkpoints keep other things beside DCP's
 _MAX_HOLES = 10_000  # of all lists together: list items that vanished because they were empty dicts
@@ -190,3 +189,12 @@ def _collapse(node: object, holes: list[int]) -> object:
     if min(numbers, default=0) < 0 or holes[0] < 0:
         raise FormatError(FILE, f"a list of {length} items of which {len(numbers)} are stored")
     return [_collapse(numbers[i], holes) if i in numbers else {} for i in range(length)] if numbers else {}
+
+
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    owned_files=owned.by_pattern(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?|ucf_notes\.json"),
+)
+WRITER = Writer(name=NAME, write=write, values="plain", takes_layout=True, staged=True)

@@ -12,6 +12,7 @@ from typing import Any
 from ucformat.catalog import Catalog, Notes
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 from ucformat.formats import training_files
+from ucformat.formats.contract import Reader
 from ucformat.formats.deepspeed import files as found_files
 from ucformat.formats.deepspeed.files import LATER, RankFiles, expect_ranks
 from ucformat.formats.deepspeed.model import add_sliced, add_whole, frozen_excluded, parse_model
@@ -37,8 +38,8 @@ _OWN = {
 }  # fmt: skip
 """Other entries that DeepSpeed writes; all the rest came from the client."""
 
-BOOKKEEPING = frozenset({"deepspeed", "client", "args", "step"}) | training_files.BOOKKEEPING
-"""See `formats.bookkeeping`. The step is in the notes, too; schedulers and data samplers are state that goes on."""
+_BOOKKEEPING = frozenset({"deepspeed", "client", "args", "step"}) | training_files.BOOKKEEPING
+"""The step is in the notes, too; schedulers and data samplers are state that goes on."""
 
 detect = found_files.detect
 
@@ -178,3 +179,6 @@ def _values(
     opened.remarks.extend(placeholders(values))
     assert isinstance(values, dict)
     return values
+
+
+READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog, bookkeeping=_BOOKKEEPING, has_masters=True)

@@ -6,28 +6,28 @@ them. Writing (see `hf.writer`): model tensors whole, in files that `from_pretra
 
 from __future__ import annotations
 
-import re
-
 from ucformat.catalog import Catalog
 from ucformat.containers.safetensors_header import LENGTH_BYTES
 from ucformat.errors import UcformatError
-from ucformat.formats import training_files
+from ucformat.formats import owned, training_files
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.hf import bins, files, folders, model
-from ucformat.formats.hf.layout import METADATA_KEY, takes
+from ucformat.formats.hf.companions import NAMES_ADVICE, companions_beside
+from ucformat.formats.hf.layout import file_sizes, takes
 from ucformat.formats.hf.model import weight_files
-from ucformat.formats.hf.writer import write
+from ucformat.formats.hf.writer import prepare, write
 from ucformat.formats.source import Source
 from ucformat.formats.training_files import with_training_state
+from ucformat.naming import FILE_METADATA
 from ucformat.storage.store import Store
 
 NAME = "hf"
-BOOKKEEPING = frozenset({METADATA_KEY}) | training_files.BOOKKEEPING
-OWNS = re.compile(
-    r"((diffusion_pytorch_|pytorch_)?model(-\d+-of-\d+)?\.safetensors|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
+__all__ = ["NAME", "READER", "WRITER", "detect", "open_catalog", "weight_files", "write"]
+_WEIGHTS = (
+    r"((diffusion_pytorch_|pytorch_)?model(-\d+-of-\d+)?\.safetensors"
+    r"|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
 )
 """The weights that libraries look for, pickled ones beside them included: they are of the same model."""
-folders_of = folders.parts
-__all__ = ["BOOKKEEPING", "NAME", "OWNS", "detect", "folders_of", "open_catalog", "takes", "weight_files", "write"]
 
 _OTHERS = (b"DCP_SHARDING_INFO", b'"ucf":"{')
 """Metadata keys of formats that also keep fragments in safetensors files: DCP's distributed HF form, our shards."""
@@ -67,3 +67,25 @@ def _foreign(store: Store, path: str) -> bool:
     """Whether the file's leading metadata belongs to another format built on safetensors."""
     lead = store.read(path, 0, min(store.size(path), LENGTH_BYTES + _SNIFF_BYTES))
     return any(marker in lead for marker in _OTHERS)
+
+
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    bookkeeping=frozenset({FILE_METADATA}) | training_files.BOOKKEEPING,
+    names_advice=NAMES_ADVICE,
+    companions=companions_beside,
+    owned_files=owned.by_pattern(_WEIGHTS, weight_files, folders.parts),
+)
+WRITER = Writer(
+    name=NAME,
+    write=write,
+    values="none",
+    takes=takes,
+    not_a_directory=(files.SUFFIX,),
+    staged=True,
+    bare_names=True,
+    prepare=prepare,
+    file_sizes=file_sizes,
+)

@@ -1,12 +1,28 @@
-"""The files of a model's directory that a user names, to go along with a state that has none."""
+"""The files that go along with a model: those beside its weights, or in the directory that a user names instead."""
 
 from __future__ import annotations
 
 from ucformat.errors import MissingFileError, UnsupportedError
 from ucformat.formats import sidecar_files
-from ucformat.formats.hf import folders
-from ucformat.formats.source import locate
+from ucformat.formats.hf import folders, model
+from ucformat.formats.hf.files import SUFFIX
+from ucformat.formats.hf.stems import is_known
+from ucformat.formats.source import Source, locate
 from ucformat.formats.target import Companions
+from ucformat.formats.training_files import is_training_file
+
+NAMES_ADVICE = (
+    "files of transformers models may have other names than the model in memory: "
+    'load into {"model": ucformat.hf_state(model, path)}'
+)
+
+
+def companions_beside(source: Source) -> Companions:
+    """The files beside the weights at `source`, and in the folders that are parts of the model."""
+    if source.file is None:
+        read = {name for name in source.store.list() if is_training_file(name)}
+        return sidecar_files.gather(source, folders.parts(source.store), model.weight_files(source) | read)
+    return sidecar_files.gather(source, () if is_known(source.file.partition(SUFFIX)[0]) else None)
 
 
 def companions_of(url: str) -> Companions:

@@ -21,12 +21,10 @@ from ucformat.errors import UnsupportedError
 from ucformat.formats.hf import stems
 from ucformat.formats.hf.folders import MODULES
 from ucformat.formats.target import OutputBox, WriteJob
+from ucformat.naming import FILE_METADATA
 from ucformat.storage.store import safe_path
 
 MODEL = "model"
-METADATA_KEY = "hf_metadata"
-"""Values key under which the reader keeps `__metadata__` entries that are neither `format` nor aliases; those of a folder
-are a dict under its name and `/`."""
 LAYOUT_KEY = "hf:"
 """Notes key, before a folder, of the stem of the weight files there."""
 DATA_ALIGN = 8  # bytes; readers view the data in place, and no dtype is wider
@@ -72,6 +70,11 @@ def lay_out(job: WriteJob) -> tuple[PlannedFile, ...]:
         inside = [number for number in chosen if places[job.targets[number].name].folder == folder]
         found += _plan_folder(job, folder, inside, places)
     return tuple(found)
+
+
+def file_sizes(job: WriteJob) -> list[int]:
+    """Tensor bytes of each file that would be written."""
+    return [int(file.image.nbytes.sum()) for file in lay_out(job)]
 
 
 def indices(files: Sequence[PlannedFile]) -> dict[str, bytes]:
@@ -164,7 +167,7 @@ def _plan_folder(job: WriteJob, folder: str, chosen: Sequence[int], places: Mapp
 
 def _metadata(job: WriteJob, folder: str) -> dict[str, str]:
     """What the source's files said beside their tensors, for those in `folder`."""
-    extra = job.values.get(METADATA_KEY) if isinstance(job.values, dict) else None
+    extra = job.values.get(FILE_METADATA) if isinstance(job.values, dict) else None
     if folder and isinstance(extra, dict):
         extra = extra.get(folder + "/")
     return {key: text for key, text in extra.items() if isinstance(text, str)} if isinstance(extra, dict) else {}

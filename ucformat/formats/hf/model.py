@@ -17,9 +17,10 @@ from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, MissingFileError, UcformatError, UnsupportedError
 from ucformat.formats.hf import bins, files, folders, stems
 from ucformat.formats.hf.files import INDEX_SUFFIX, SUFFIX, FileSet
-from ucformat.formats.hf.layout import LAYOUT_KEY, METADATA_KEY, MODEL
+from ucformat.formats.hf.layout import LAYOUT_KEY, MODEL
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
+from ucformat.naming import FILE_METADATA
 from ucformat.storage.store import Store
 
 _SHOWN = 6  # names in a remark
@@ -61,7 +62,7 @@ def open_catalog(source: Source, name: str) -> Catalog:
     add_leaves(builder, leaves, opened)
     values: dict[str, object] = dict(kept) if isinstance(kept, dict) and any(part.pickled for part in chosen) else {}
     if metadata:
-        values[METADATA_KEY] = metadata
+        values[FILE_METADATA] = metadata
     remarks += [*_without_weights(source, chosen), *placeholders(kept)]
     return builder.build(values, Notes(name, remarks=tuple(remarks), origin_layout=_layout(chosen)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ucformat.containers.file_image import write_image
 from ucformat.formats import sidecar_files
@@ -43,7 +44,14 @@ def write(job: WriteJob) -> None:
     publish(job, write_mine, commit, last=_last(job.companions, files, index))
 
 
-def without_adapter(companions: Companions, files: Sequence[PlannedFile]) -> Companions:
+def prepare(job: WriteJob) -> tuple[WriteJob, tuple[str, ...]]:
+    """The job with the companions that fit what is written, and what a user should know of the directory to be."""
+    planned = lay_out(job)
+    job = replace(job, companions=_without_adapter(job.companions, planned))
+    return job, _remarks(job, planned)
+
+
+def _without_adapter(companions: Companions, files: Sequence[PlannedFile]) -> Companions:
     """The companions without `adapter_config.json` where no adapter is beside it: libraries would look for its weights."""
     adapters = {file.folder for file in files if file.stem.partition(".")[0] == stems.ADAPTER}
 
@@ -55,7 +63,7 @@ def without_adapter(companions: Companions, files: Sequence[PlannedFile]) -> Com
     return companions.without(lost, "no weights of an adapter are written") if lost else companions
 
 
-def remarks(job: WriteJob, files: Sequence[PlannedFile]) -> tuple[str, ...]:
+def _remarks(job: WriteJob, files: Sequence[PlannedFile]) -> tuple[str, ...]:
     """What a user should know of the directory that `job` would write."""
     said: list[str] = []
     for folder in sorted({file.folder for file in files}):

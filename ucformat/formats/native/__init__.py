@@ -1,5 +1,6 @@
 """The native format: shards, their index, and the record that commits them. Save, the keeper and the converter write it."""
 
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.native.attempt import (
     NAME,
     Attempt,
@@ -16,7 +17,7 @@ from ucformat.formats.native.attempt import (
     put_shards,
     read_record,
 )
-from ucformat.formats.native.checkpoint import NOTHING, changed, detect, find, is_committed, is_unfinished, open_catalog
+from ucformat.formats.native.checkpoint import NOTHING, changed, detect, explain, find, is_committed, is_unfinished, open_catalog
 from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, tabulate
 from ucformat.formats.native.manifest import MANIFEST, Record
 from ucformat.formats.native.reindex import reindex
@@ -27,6 +28,8 @@ from ucformat.formats.native.write import carry_companions, write
 __all__ = [
     "MANIFEST",
     "NAME",
+    "READER",
+    "WRITER",
     "NOTHING",
     "Attempt",
     "Contents",
@@ -66,3 +69,13 @@ __all__ = [
     "tabulate",
     "write",
 ]
+
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    explain=explain,
+    detects_changes=True,  # names of its files are never used again, and the record vouches for their checksums
+    owned_files=lambda source: frozenset(owned_files(source)).__contains__,
+)
+WRITER = Writer(name=NAME, write=write, takes_layout=True)

@@ -44,6 +44,11 @@ def is_unfinished(store: Store) -> bool:
     return shards or bool(step_numbers(names)) or any(map(ownership.is_marker, names))
 
 
+def explain(source: Source) -> str | None:
+    """For an error: a save that was interrupted here is why nothing is recognised."""
+    return NOTHING if source.file is None and is_unfinished(source.store) else None
+
+
 def find(source: Source) -> Store:
     """The checkpoint that a path means: itself, or the newest committed step of a run directory.
 

@@ -16,9 +16,10 @@ from ucformat import dtypes, values
 from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
 from ucformat.containers.zip_read import checks_of
 from ucformat.errors import FormatError, UcformatError, UnsupportedError
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.source import Source
 from ucformat.formats.torchmodule import is_module, to_state_dicts
-from ucformat.formats.torchsave.writer import OUTER_KEY, write
+from ucformat.formats.torchsave.writer import OUTER_KEY, one_file, prepare, write
 from ucformat.formats.torchstate import to_canonical
 from ucformat.pickles.unpickle import StoredStorage, StoredTensor, TorchFile, open_torch_zip, to_values
 from ucformat.storage.store import Store
@@ -26,7 +27,7 @@ from ucformat.values import bytes_io
 from ucformat.values.codec import Opaque
 
 NAME = "torchsave"
-__all__ = ["NAME", "detect", "open_catalog", "write"]
+__all__ = ["NAME", "READER", "WRITER", "detect", "open_catalog", "write"]
 
 MODEL = "model"
 BARE = "value"
@@ -152,3 +153,7 @@ def _classes(tree: object) -> Iterator[str]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from _classes(value)
+
+
+READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog)
+WRITER = Writer(name=NAME, write=write, values="plain", single_file=True, prepare=prepare, file_sizes=one_file)

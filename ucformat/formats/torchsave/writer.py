@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from ucformat import values
@@ -12,11 +13,45 @@ from ucformat.containers.file_image import stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.errors import UnsupportedError
 from ucformat.formats.staging import replacing
-from ucformat.formats.target import OutputBox, WriteJob
+from ucformat.formats.target import Companions, OutputBox, WriteJob, shorten
 from ucformat.formats.torchstate import Nest, plain, to_torch
+from ucformat.values import bytes_io
 
 DEFAULT_FILE = "checkpoint.pt"
 _TOP = "checkpoint"  # the folder inside the zip; torch takes any
+
+
+def prepare(job: WriteJob) -> tuple[WriteJob, tuple[str, ...]]:
+    """The job without what surrounds a model, as a single file has no place for it; and remarks on that."""
+    from ucformat.formats.hf.layout import noted_folders  # its room imports this one, to read .bin files
+
+    said = []
+    if job.companions.files:
+        said.append(f"not copied, a single file has no place for them: {shorten([item.path for item in job.companions.files])}")
+    lost = noted_folders(job.notes)
+    if lost:
+        said.append(f"a single file does not say which tensors belong into folders of their own: {shorten(lost)}")
+    streams = _streams(job.values)
+    if streams:
+        said.append(f"torch.load refuses io.BytesIO with weights_only=True: {shorten(streams)}")
+    return replace(job, companions=Companions(remarks=job.companions.remarks)), tuple(said)
+
+
+def _streams(tree: object) -> list[str]:
+    """Paths of all io.BytesIO among the values."""
+    found: list[str] = []
+
+    def note(path: str, value: object) -> bool:
+        found.extend([path] * bytes_io.is_one(value))
+        return False
+
+    values.prune(tree, note)
+    return found
+
+
+def one_file(job: WriteJob) -> list[int]:
+    """Tensor bytes of the file that would be written."""
+    return [sum(target.nbytes for target in job.targets)]
 
 
 def write(job: WriteJob) -> None:

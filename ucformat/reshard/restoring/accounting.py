@@ -141,11 +141,9 @@ def _value_paths(catalog: Catalog) -> list[str]:
 def _advice(catalog: Catalog, missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """What to do about names that do not agree."""
     of_model = all(any(name.startswith("model/") for name in names) for names in (missing, unexpected))
-    if of_model and catalog.notes.origin.startswith("hf"):
-        return (
-            "files of transformers models may have other names than the model in memory: "
-            'load into {"model": ucformat.hf_state(model, path)}'
-        )
+    known = formats.names_advice(catalog.notes.origin) if of_model else ""
+    if known:
+        return known
     frozen = next((remark for remark in catalog.notes.remarks if "exclude_frozen_parameters" in remark), "")
     if missing and not unexpected and frozen:
         return f"{frozen}; pass allow_missing=[…] with patterns for them"

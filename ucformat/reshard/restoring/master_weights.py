@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from ucformat import formats
 from ucformat.catalog import Catalog, FragmentTable
-from ucformat.formats import deepspeed
 from ucformat.reshard.state.optimizer import MASTER
 from ucformat.reshard.state.walk import Piece
 
@@ -35,8 +35,8 @@ def _from_master(piece: Piece, catalog: Catalog) -> Piece:
 
 
 def master_of(name: str, catalog: Catalog) -> str | None:
-    """The stored master of the weight `name`, in what DeepSpeed trained."""
-    return _stored_master(name, catalog) if catalog.notes.origin == deepspeed.NAME else None
+    """The stored master of the weight `name`, where the weights that were trained on are rounded from it."""
+    return _stored_master(name, catalog) if formats.has_masters(catalog.notes.origin) else None
 
 
 def _stored_master(name: str, catalog: Catalog) -> str | None:

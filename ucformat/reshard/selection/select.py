@@ -9,11 +9,11 @@ import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ucformat import formats
 from ucformat import values as trees
 from ucformat.catalog import Catalog
 from ucformat.errors import UnsupportedError
-from ucformat.formats.hf.layout import METADATA_KEY
+from ucformat.formats.contract import Writer
+from ucformat.naming import FILE_METADATA
 from ucformat.values import bytes_io
 
 _SHOWN = 5  # names in a remark before "and N more"
@@ -41,9 +41,6 @@ class Chosen:
         if self.opaque_left_out:
             shown = shorten(self.opaque_left_out, _OPAQUE_SHOWN)
             told.append(f"left out, {to} has no place for objects of unknown classes: {shown}")
-        streams = _bytes_io_paths(self.catalog.values) if to == "torchsave" else []
-        if streams:
-            told.append(f"torch.load refuses io.BytesIO with weights_only=True: {shorten(streams)}")
         return told
 
 
@@ -81,8 +78,8 @@ def expect_matches(select: Sequence[str], catalogs: Sequence[Catalog], where: st
             raise UnsupportedError(where, f"no name matches {pattern!r}")
 
 
-def choose(catalog: Catalog, to: str, select: Sequence[str], exclude: Sequence[str], where: str) -> Chosen:
-    """The part of a catalog that goes over into format `to`, and what doesn't.
+def choose(catalog: Catalog, to: Writer, select: Sequence[str], exclude: Sequence[str], where: str) -> Chosen:
+    """The part of a catalog that goes over into a format, and what doesn't.
 
     Of the values, `select` takes those below the first component of a pattern, so that a selection of an optimizer's states
     keeps its hyper-parameters; `exclude` drops by path. Raises UnsupportedError when a pattern matches nothing or all is dropped.
@@ -92,12 +89,12 @@ def choose(catalog: Catalog, to: str, select: Sequence[str], exclude: Sequence[s
     expect_matches(exclude, [catalog], where, values=True)
     if catalog.names and not chosen:
         raise UnsupportedError(where, "the selection leaves no tensor")
-    values, lost = _choose_values(catalog.values, to, select, exclude)
+    values, lost = _choose_values(catalog.values, select, exclude, none=to.values == "none")
     opaque: list[str] = []
     gone: set[str] = set()
-    if to in formats.PICKLED:
+    if to.values == "plain":
         values, opaque, gone = _without_opaque(values)
-    kept = set(formats.taken(to, chosen)) - gone
+    kept = set(to.takes(chosen)) - gone
     part = catalog.filter(kept.__contains__)
     values = trees.prune(values, lambda _, x: isinstance(x, (trees.TensorRef, trees.ArrayRef)) and x.name not in kept)
     left_out = tuple(name for name in catalog.names if name not in kept)
@@ -110,7 +107,7 @@ def shorten(names: Sequence[str], limit: int = _SHOWN) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _choose_values(values: object, to: str, select: Sequence[str], exclude: Sequence[str]) -> tuple[object, list[str]]:
+def _choose_values(values: object, select: Sequence[str], exclude: Sequence[str], *, none: bool) -> tuple[object, list[str]]:
     """The values that go over, and the paths of the others: whole top-level keys where possible."""
     if not isinstance(values, dict):
         return values, []
@@ -118,11 +115,11 @@ def _choose_values(values: object, to: str, select: Sequence[str], exclude: Sequ
     kept: dict[object, object] = {}
     lost: list[str] = []
     for key, value in values.items():
-        if key == METADATA_KEY:
+        if key == FILE_METADATA:
             kept[key] = value
             continue
         root = trees.escape(str(key))
-        taken = to not in formats.VALUELESS and (not select or any(fnmatch.fnmatchcase(root, pattern) for pattern in roots))
+        taken = not none and (not select or any(fnmatch.fnmatchcase(root, pattern) for pattern in roots))
         part = _leaves(value, lambda path: not excluded(path), root) if taken else _GONE
         if part is not _GONE:
             kept[key] = part
@@ -164,18 +161,6 @@ def _join(path: str, key: object) -> str:
 def _whole(patterns: Sequence[str]) -> list[str]:
     """`x/*` means x itself, too, where x is a value."""
     return [*patterns, *(pattern[:-2] for pattern in patterns if pattern.endswith("/*"))]
-
-
-def _bytes_io_paths(values: object) -> list[str]:
-    found: list[str] = []
-
-    def note(path: str, value: object) -> bool:
-        if bytes_io.is_one(value):
-            found.append(path)
-        return False
-
-    trees.prune(values, note)
-    return found
 
 
 def _without_opaque(values: object) -> tuple[object, list[str], set[str]]:
