@@ -30,9 +30,9 @@ class Cadence:
         self._taken: int | None = None
 
     def next(self, step: int) -> Due | None:
-        """What is done with a step; None when it is not taken. Raises ValueError unless steps ascend."""
+        """What is done with a step; None when it is not taken. Raises ValueError unless steps ascend (see `restart`)."""
         if self._taken is not None and step <= self._taken:
-            raise ValueError(f"step {step} after step {self._taken}: steps ascend; to go back, make a new Snapshotter")
+            raise ValueError(f"step {step} was taken already, and no optimizer step has changed the state since")
         since = step - 1 if self._asked is None else self._asked
         self._asked = step
         if not _reached(self._every, since, step):
@@ -40,6 +40,15 @@ class Cadence:
         before = step - self._every if self._taken is None else self._taken
         self._taken = step
         return Due(_reached(self._persist_every or 0, before, step), _reached(self._hash_every, before, step))
+
+    @property
+    def last(self) -> int:
+        """The step that was taken last; -1 before the first one."""
+        return -1 if self._taken is None else self._taken
+
+    def restart(self) -> None:
+        """The job has gone back: the next step may be any."""
+        self._asked = self._taken = None
 
 
 def _reached(every: int, before: int, step: int) -> bool:

@@ -69,6 +69,8 @@ class SnapshotReport:
     taken: int = 0
     skipped: int = 0
     failed: int = 0
+    went_back: list[int] = field(default_factory=list)
+    """Steps that were taken although the same or a higher one had been: these were abandoned then."""
     replans: int = 0
     hashed: int = 0
     persisted: list[int] = field(default_factory=list)

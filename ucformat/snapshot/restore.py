@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal
@@ -25,13 +24,15 @@ from ucformat.errors import (
     UcformatError,
 )
 from ucformat.formats import native
+from ucformat.formats.snapshot import rank_name
 from ucformat.group import Group
 from ucformat.reshard.load import LoadOptions, load_catalog
 from ucformat.snapshot.recovery.catalog import open_version
 from ucformat.snapshot.recovery.hosts import Hosts, meet
 from ucformat.snapshot.recovery.inventory import HeldVersion, HostInventory, lost, scan, troubles, versions
-from ucformat.snapshot.slots.restart_fence import Fence, abandon
+from ucformat.snapshot.slots.restart_fence import Fence, abandon, read_fence
 from ucformat.storage.open import open_store
+from ucformat.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
 _DAMAGE = (ChecksumError, FormatError, MissingFileError, NotACheckpointError, SnapshotChangedError, StorageError)
@@ -54,6 +55,15 @@ class Restored:
     served: Mapping[str, int] = field(default_factory=dict)
     """Bytes that all ranks read, by source: `this host` (a rank's own), `peer://<address>` of another host, `storage`. Blocks are
     read whole, to be verified, so this is a little more than the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InStorage:
+    """What rank 0 finds in storage."""
+
+    newest: int | None
+    abandoned: tuple[int, ...]
+    """Newer steps that the job has gone back from: they count only where there is no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +97,21 @@ def restore(
     with meet(directory, group, interface) as hosts:
         restored = _restore(state, hosts, persist_url, group)
         if restored is not None:
-            created = group.broadcast(datetime.now(timezone.utc).isoformat(timespec="microseconds"))
+            fence = group.broadcast(Fence.now(run, restored.step))
             with group.together(f"forgetting what came after step {restored.step}"):
-                abandon(directory, group.rank, hosts.here, Fence(run, restored.step, created))
+                abandon(directory, group.rank, hosts.here, fence)
     return restored
 
 
 def _restore(state: MutableMapping[str, Any], hosts: Hosts, persist_url: str | None, group: Group) -> Restored | None:
     inventories, stored = _look(hosts, persist_url, group)
+    abandoned = [f"step {step} in storage was saved before the job went back" for step in stored.abandoned]
     found = versions(inventories)
     memory: dict[int, HeldVersion] = {}
     for version in filter(attrgetter("complete"), found):
         memory.setdefault(version.step, version)
     passed = [] if memory else list(islice((*hosts.unreachable.values(), *troubles(inventories, found)), 1))
+    passed += [] if not memory and stored.newest is None else abandoned
     first: UcformatError | None = None
     for choice in _choices(memory, stored, hosts.own.url, persist_url or "", passed):
         before = hosts.read()
@@ -113,7 +125,7 @@ def _restore(state: MutableMapping[str, Any], hosts: Hosts, persist_url: str | N
         passed += [*hosts.unreachable.values(), *filter(None, out_of_reach)] if memory else []
         sources = {name: nbytes - before.get(name, 0) for name, nbytes in hosts.read().items()}
         served = _sum(group.all_gather({**sources, "storage": stored_bytes}))
-        return _restored(choice, memory, stored, passed, served, group)
+        return _restored(choice, memory, stored.newest, passed, served, group)
     if first is not None:
         raise first
     if passed:
@@ -121,28 +133,34 @@ def _restore(state: MutableMapping[str, Any], hosts: Hosts, persist_url: str | N
     return None
 
 
-def _look(hosts: Hosts, persist_url: str | None, group: Group) -> tuple[list[HostInventory], int | None]:
-    """What each host holds, and the newest step in storage, on every rank. Raises StorageError when either can't be looked at."""
+def _look(hosts: Hosts, persist_url: str | None, group: Group) -> tuple[list[HostInventory], _InStorage]:
+    """What each host holds, and what storage does, on every rank. Raises StorageError when either can't be looked at."""
     mine: HostInventory | None = None
-    stored: int | None = None
+    stored = _InStorage(None, ())
     with group.together("looking for versions to restore"):
         mine = scan(hosts.own) if hosts.leads else None
-        stored = _newest_in_storage(persist_url) if group.rank == 0 else None
+        if group.rank == 0 and persist_url is not None:
+            stored = _in_storage(open_store(persist_url), _went_back(hosts.own.url, mine))
     gathered, stored = group.all_gather(mine), group.broadcast(stored)
     leaders = [there[0] for there in hosts.ranks]
     return [(host not in hosts.unreachable and gathered[rank]) or HostInventory() for host, rank in enumerate(leaders)], stored
 
 
 def _choices(
-    memory: Mapping[int, HeldVersion], stored: int | None, directory: str, url: str, passed: list[str]
+    memory: Mapping[int, HeldVersion], stored: _InStorage, directory: str, url: str, passed: list[str]
 ) -> Iterator[_Candidate]:
     """What to try, in order. `passed` grows while it is tried: from the first damage on, memory without checksums goes last."""
-    newest = -1 if stored is None else stored
+
+    def in_storage(step: int) -> _Candidate:
+        return _Candidate(step, "storage", f"{url.rstrip('/')}/{native.step_name(step)}", True)
+
+    newest = -1 if stored.newest is None else stored.newest
     steps = sorted(memory, reverse=True)
     waiting = [
         *(_Candidate(step, "memory", directory, memory[step].hashed) for step in steps if step >= newest),
-        *([] if stored is None else [_Candidate(stored, "storage", f"{url.rstrip('/')}/{native.step_name(stored)}", True)]),
+        *([] if stored.newest is None else [in_storage(stored.newest)]),
         *(_Candidate(step, "memory", directory, memory[step].hashed) for step in steps if step < newest),
+        *map(in_storage, stored.abandoned),
     ]
     before = len(passed)
     while waiting:
@@ -193,6 +211,30 @@ def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: nbytes for name, nbytes in total.items() if nbytes}
 
 
-def _newest_in_storage(url: str | None) -> int | None:
-    """Raises StorageError when the storage can't be looked at."""
-    return None if url is None else native.newest_step(open_store(url))
+def _went_back(directory: str, found: HostInventory | None) -> Fence | None:
+    """From where what is in memory of rank 0 went on; None where it is not known to have gone back."""
+    fence = read_fence(f"{directory}/{rank_name(0)}")
+    here = found is not None and fence is not None and any(slot.run == fence.run for slot in found.slots)
+    return fence if here else None
+
+
+def _in_storage(run: Store, fence: Fence | None) -> _InStorage:
+    """The newest step in storage that the job has not gone back from. Raises StorageError when it can't be looked at.
+
+    What was saved there before the job went back is only noted as passed over once a lower step is saved.
+    """
+    abandoned: list[int] = []
+    for step in native.newest_first(run):
+        if fence is None or step <= fence.step or not _is_older(run.sub(native.step_name(step)), fence):
+            return _InStorage(step, tuple(abandoned))
+        abandoned.append(step)
+    return _InStorage(None, tuple(abandoned))
+
+
+def _is_older(store: Store, fence: Fence) -> bool:
+    """Whether a step was saved before the fence was set up, by another start of the job."""
+    try:
+        record = native.read_record(store)
+    except (ChecksumError, FormatError, MissingFileError):
+        return False  # which it is, is said when it is opened
+    return not native.Generation(fence.run).wrote(record) and bool(fence.created) and record.created <= fence.created

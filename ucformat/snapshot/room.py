@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from ucformat.group import Group
 from ucformat.snapshot.copying.host import POLL_S
 from ucformat.snapshot.copying.version import Places, Taking
-from ucformat.snapshot.keeper.handoff import Persistence
+from ucformat.snapshot.keeper.handoff import STOP_S, Persistence
 from ucformat.snapshot.schedule.clock import now
+from ucformat.snapshot.slots.restart_fence import Fence, write_fence
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
 from ucformat.snapshot.slots.votes import VersionVotes
 from ucformat.snapshot.source.revisit import Watch
@@ -145,6 +146,15 @@ class Room:
     def _prove_whole(self, taking: Taking) -> None:
         if changed := taking.changed():
             raise TornError(self.share.keys[i] for i in changed)
+
+    def leave(self, run: str, step: int) -> None:
+        """The job goes on from before `step` as `run`, in another room: what is newer here is abandoned, also by the keeper."""
+        with ExitStack() as stack:
+            stack.callback(self.slots.close)
+            stack.callback(self.votes.close)
+            if self.keeper is not None:
+                stack.callback(self.keeper.close, STOP_S)
+            write_fence(self.slots.folder, Fence.now(run, step - 1))
 
     def close(self, *, remove: bool) -> None:
         """Let go of everything, whatever fails; versions stay unless `remove`."""

@@ -97,7 +97,7 @@ class Snapshotter:
         self.group: Group = current(process_group)
         self.interface, self.enabled = interface, True
         """Set to False, on all ranks, to go without snapshots and what comes with them until set to True again."""
-        self.clock = StepClock(self._opened, self._closed)
+        self.clock = StepClock()
         self.trace_log = Trace(self.group.rank)
         self._report = SnapshotReport()
         self._copier: HostCopier | DeviceCopier | None = None
@@ -154,7 +154,7 @@ class Snapshotter:
         self._take(step)
 
     def _take_now(self, step: int) -> None:
-        began = now()
+        began, updated = now(), not self.clock.running
         self._meet_deadline()
         if not self.enabled:
             return
@@ -163,7 +163,7 @@ class Snapshotter:
         report = StepReport(step)
         self.trace_log.begin()
         try:
-            self._begin(report)
+            self._begin(report, updated=updated)
         except Exception as error:
             self._lost(step)
             self._fail(report, error)
@@ -253,18 +253,22 @@ class Snapshotter:
 
     # -- a snapshot ----------------------------------------------------------------------------------------------
 
-    def _begin(self, report: StepReport) -> None:
+    def _begin(self, report: StepReport, *, updated: bool) -> None:
+        """`updated`: the deadline of the version before was met before `take` was called."""
+        if report.step < self._cadence.last or (report.step == self._cadence.last and any(self.group.all_gather(updated))):
+            self._go_back(report.step)
         due = self._cadence.next(report.step)
         if due is None:
             report.skipped = f"every {self.every} steps"
             return
-        if self._room is None:  # it could not be laid out anew
+        if self._room is None:  # the job has gone back, or it could not be laid out anew
             self._room = self._set_up()
         room, boundary = self._look(self._room)
         if room.keeper is not None:
             room.keeper.poll()
         if self._copier is None:
-            self._copier = copier_for(boundary.views)
+            self._copier = copier = copier_for(boundary.views)
+            self.clock.opened, self.clock.closed = copier.opened, copier.closed
             if isinstance(self._copier, DeviceCopier):
                 room.pin()
         taking = Taking(report, boundary, due, room.places, room.free_slot, self._copier)
@@ -278,6 +282,19 @@ class Snapshotter:
         report.nbytes = room.share.nbytes
         self._taking = taking
         taking.copy(plan, partial(room.store, taking), partial(self._ended, room, taking), taking.teller(self.on_copied))
+
+    def _go_back(self, step: int) -> None:
+        """The job has loaded an older step: what it took after that is abandoned. Votes and names begin anew. All ranks."""
+        self._warnings.first(
+            "went back", f"step {step} after step {self._cadence.last}: from step {step} on, earlier ones are abandoned"
+        )
+        self._report.went_back.append(step)
+        self._collect(wait=True)
+        self._cadence.restart()
+        self._run = self.group.broadcast(uuid.uuid4().hex)
+        room, self._room = self._room, None
+        if room is not None:
+            room.leave(self._run, step)
 
     def _look(self, room: Room) -> tuple[Room, Boundary]:
         """The state as it is now, and its slots, laid out anew if it has changed its layout on any rank. Raises MovedError."""
@@ -390,11 +407,3 @@ class Snapshotter:
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count
         self._report.slot_bytes, self._report.remarks = room.share.nbytes, room.slots.remarks
         return room
-
-    def _opened(self, position: int) -> None:
-        if self._copier is not None:
-            self._copier.opened(position)
-
-    def _closed(self) -> None:
-        if self._copier is not None:
-            self._copier.closed()

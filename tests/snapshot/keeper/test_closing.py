@@ -103,19 +103,6 @@ def test_the_last_version_waits_for_a_keeper_that_is_busy(tmp_path: Path, monkey
     assert (report.taken, report.skipped, report.persist_failed) == (3, 0, 0)
 
 
-def test_a_step_that_is_taken_again_does_not_replace_the_first(tmp_path: Path) -> None:
-    training = Counting(str(tmp_path / "slots"))
-    training.step()
-    training.step()
-    for step in (2, 1):
-        training.optimizer.step()
-        with pytest.raises(ValueError, match="steps ascend"):
-            training.snap.take(step)
-    training.snap.close()
-    assert_holds(str(tmp_path / "slots"), 2, 1)
-    assert training.snap.report().failed == 2
-
-
 def test_a_close_without_anything_in_hand_is_a_close(tmp_path: Path) -> None:
     training = Counting(str(tmp_path / "slots"))
     training.snap.close()

@@ -22,7 +22,15 @@ from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, ta
 from ucformat.formats.native.manifest import MANIFEST, Record
 from ucformat.formats.native.reindex import reindex
 from ucformat.formats.native.retention import clear_steps, expired, prune_steps, remove_step
-from ucformat.formats.native.run import committed_steps, newest_step, note_saved, passed_over, step_name, step_numbers
+from ucformat.formats.native.run import (
+    committed_steps,
+    newest_first,
+    newest_step,
+    note_saved,
+    passed_over,
+    step_name,
+    step_numbers,
+)
 from ucformat.formats.native.write import carry_companions, write
 
 __all__ = [
@@ -52,6 +60,7 @@ __all__ = [
     "is_unfinished",
     "joined",
     "merge",
+    "newest_first",
     "newest_step",
     "note_saved",
     "open_catalog",

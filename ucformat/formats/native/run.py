@@ -53,11 +53,13 @@ def newest_step(run: Store) -> int | None:
     Steps that were passed over count only where there is no other. A step that can't be looked at is an error, never absent:
     raises StorageError, and FormatError for a damaged `rollback.json`.
     """
+    return next(newest_first(run), None)
+
+
+def newest_first(run: Store) -> Iterator[int]:
+    """Committed steps, in the order in which they are meant: see `newest_step`, which raises the same."""
     names = run.list()
-    return next(_newest_first(run, step_numbers(names), set(passed_over(run, names))), None)
-
-
-def _newest_first(run: Store, steps: list[int], last: set[int]) -> Iterator[int]:
+    steps, last = step_numbers(names), set(passed_over(run, names))
     for group in ([step for step in steps if step not in last], [step for step in steps if step in last]):
         yield from (step for step in reversed(group) if is_committed_step(run, step))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ucformat.snapshot.cadence import Due
 from ucformat.snapshot.keeper.client import Keeper
-from ucformat.snapshot.keeper.messages import Event, Failed, Hashed, KeeperOptions, Persisted, Restarted
+from ucformat.snapshot.keeper.messages import Event, Failed, Hashed, KeeperOptions, Persisted, Restarted, Skipped
 from ucformat.snapshot.report import SnapshotReport
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
 
@@ -140,10 +140,12 @@ class Persistence:
             self._note(event)
         self._follow()
 
-    def close(self) -> None:
-        """Let the keeper finish what it has, and end."""
-        persisting = self._persist is not None and self._keeper.persists()
-        for event in self._keeper.stop(self._persist.timeout_s + STOP_S if self._persist is not None and persisting else STOP_S):
+    def close(self, within_s: float | None = None) -> None:
+        """Let the keeper finish what it has, and end; within the time that persisting may take, unless another is given."""
+        if within_s is None:
+            persisting = self._persist is not None and self._keeper.persists()
+            within_s = self._persist.timeout_s + STOP_S if self._persist is not None and persisting else STOP_S
+        for event in self._keeper.stop(within_s):
             self._note(event)
         self._follow()
 
@@ -166,6 +168,8 @@ class Persistence:
                 self._report.persist_failed -= 1
         elif isinstance(event, Failed):
             self._lost(event.step, event.message)
+        elif isinstance(event, Skipped) and event.missed:
+            self._lost(event.step, f"not persisted: {event.why}")
         elif isinstance(event, Restarted):
             self._report.keeper_restarts = event.count
             self._report.failures.append(f"keeper: {event.message}")

@@ -121,10 +121,12 @@ class Persisted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Skipped(msgspec.Struct, frozen=True, tag=True):
-    """A version was not persisted, and need not be."""
+    """A version was not hashed or persisted, though nothing failed."""
 
     step: int
     why: str
+    missed: bool = True
+    """It was to be persisted, and storage is without it."""
 
 
 class Pruned(msgspec.Struct, frozen=True, tag=True):

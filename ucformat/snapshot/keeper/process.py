@@ -108,7 +108,7 @@ class Keeping:
         except Exception as error:
             # a slot that is only to be hashed is free for another version meanwhile
             lost = isinstance(error, MissingFileError) and not order.persist
-            self._emit((Skipped if lost else Failed)(order.step, told(error)))
+            self._emit(Skipped(order.step, told(error), missed=False) if lost else Failed(order.step, told(error)))
             return
         self._emit(Hashed(order.step, order.slot, time.monotonic() - began))
         if order.persist:

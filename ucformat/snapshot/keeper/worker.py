@@ -139,7 +139,7 @@ class Persister(threading.Thread):
             action()
         except _GoneError:
             del self._open[step]
-            self._emit(Skipped(step, "gone when this rank looked: committed and pruned since, or given up by rank 0"))
+            self._emit(Skipped(step, "gone when this rank looked: committed and pruned, or given up by rank 0", missed=False))
         except _AbandonedError as error:
             self._open.pop(step, None)
             self._emit(Skipped(step, f"abandoned: {error}"))
@@ -162,10 +162,13 @@ class Persister(threading.Thread):
         if self._persistently(step, "opening", deadline, lambda: self._run().exists(MANIFEST)):
             raise ExistsError(self._run().url, "is a checkpoint itself, so it can't hold steps, too", "")
         if self._persistently(step, "looking for a commit", deadline, lambda: native.is_committed(store)):
-            if slot is None:  # a keeper that has died since made the commit
+            by_us = partial(contributions.made_by, store, options.run)
+            if self._persistently(step, "looking for a commit", deadline, by_us):  # a keeper that has died since made it
                 self._emit(Persisted(step, time.monotonic() - began, order.nbytes))
             else:
-                self._emit(Skipped(step, f"{store.url} is committed already"))
+                self._emit(
+                    Skipped(step, f"{store.url} was committed already, by what the job went back from or another start of it")
+                )
             self._make_room(store, step)
             return
         nbytes = order.nbytes

@@ -1,18 +1,20 @@
-"""What a restart leaves behind it: versions newer than the one that it goes on from are forgotten, and keepers hear of it.
+"""What a job leaves behind when it goes back to an older step: newer versions are forgotten, and keepers are told so.
 
-A keeper outlives its trainer until the version in hand is persisted. If the job goes on from an older step, that version is
-abandoned: it must not appear in the storage beside, or instead of, the same step taken again.
+It goes back with a restart, or within a process that loads an older step. A keeper outlives its trainer until the version in
+hand is persisted: what the job has gone back from must not appear in storage beside, or instead of, the same step taken again.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Collection
+from datetime import datetime, timezone
 
 import msgspec
 
-from ucformat.errors import StorageError, UcformatError
+from ucformat.errors import SnapshotInUseError, StorageError, UcformatError
 from ucformat.formats.snapshot import LOCK, rank_name, record_name
 from ucformat.snapshot.slots.filelock import FileLock
 from ucformat.snapshot.slots.free_memory import PART
@@ -26,14 +28,18 @@ _RECORD = re.compile(r"slot-(\d+)\.json")
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """Stands in a rank's directory from a restart on."""
+    """Stands in a rank's directory from a restart on, or since the job went back."""
 
     run: str
-    """Token of that start of the job."""
+    """Token of what goes on from there."""
     step: int
-    """It went on from this step: what other starts took later is abandoned."""
+    """It went on from this step: later ones with other tokens are abandoned."""
     created: str = ""
     """When that was decided, in UTC, as `SlotRecord.created`: a host that was away then still holds what is abandoned."""
+
+    @classmethod
+    def now(cls, run: str, step: int) -> Fence:
+        return cls(run, step, datetime.now(timezone.utc).isoformat(timespec="microseconds"))
 
 
 def read_fence(folder: str) -> Fence | None:
@@ -46,10 +52,13 @@ def read_fence(folder: str) -> Fence | None:
 
 
 def write_fence(folder: str, fence: Fence) -> None:
-    """Put a fence in place of the one before. Raises OSError."""
-    with open(f"{folder}/{FENCE}{PART}", "wb") as file:
-        file.write(msgspec.json.encode(fence))
-    os.replace(f"{folder}/{FENCE}{PART}", f"{folder}/{FENCE}")
+    """Put a fence in place of the one before. Raises StorageError."""
+    try:
+        with open(f"{folder}/{FENCE}{PART}", "wb") as file:
+            file.write(msgspec.json.encode(fence))
+        os.replace(f"{folder}/{FENCE}{PART}", f"{folder}/{FENCE}")
+    except OSError as error:
+        raise StorageError(f"{folder}/{FENCE}", error) from error
 
 
 def abandon(directory: str, rank: int, here: Collection[int], fence: Fence) -> list[int]:
@@ -85,3 +94,16 @@ def _abandon(folder: str, fence: Fence) -> list[int]:
                 forget(folder, index)
                 gone.append(record.step)
     return gone
+
+
+def remove_others(here: Collection[int], directory: str) -> None:
+    """Remove the directories of ranks that do not run here, or nowhere any more, unless a living process fills them."""
+    for name in os.listdir(directory):
+        folder = f"{directory}/{name}"
+        if not name.startswith("rank-") or not name[5:].isdigit() or int(name[5:]) in here:
+            continue
+        try:
+            with FileLock.take(f"{folder}/{LOCK}"):
+                shutil.rmtree(folder, ignore_errors=True)
+        except (SnapshotInUseError, StorageError):
+            continue

@@ -25,12 +25,13 @@ import torch
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.containers.envelope import VERSION
-from ucformat.errors import SnapshotInUseError, SnapshotMemoryError, StorageError
+from ucformat.errors import SnapshotMemoryError, StorageError
 from ucformat.formats.native.shard import ShardLayout, hex_digest, lay_out
 from ucformat.formats.snapshot import LOCK, SlotRecord, rank_name
 from ucformat.snapshot.slots.filelock import FileLock
 from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.slots.inventory import Found, Inventory, scan_slots
+from ucformat.snapshot.slots.restart_fence import Fence, remove_others, write_fence
 from ucformat.snapshot.slots.slotfile import SlotFile, adopt, drop, make, read_record, reserve, write_record
 from ucformat.storage.store import Bytes
 
@@ -231,8 +232,8 @@ class SlotSet:
     ) -> SlotRecord:
         """Declare that all pieces in a begun slot are those of `step`. `values` is this rank's tree as `values.encode` gives it.
 
-        On return a crash keeps this version, and it is needed until it is settled. Raises StorageError; then there is no
-        version in the slot.
+        On return a crash keeps this version, and it is needed until it is settled. Versions of other runs with
+        this step or a later one are forgotten before: the job has gone back. Raises StorageError; then the slot has no version.
         """
         if step < 0 or slot not in self.slots or slot.step is not None:
             raise ValueError(f"slot {slot.index} was not begun, or step {step} is no step")
@@ -256,6 +257,7 @@ class SlotSet:
             run=self.run,
         )
         with self._guard:
+            self._abandon_from(step)
             write_record(slot.file.record_path, record)
             self._note(slot, step, self.run)
             slot.needed = True
@@ -337,6 +339,22 @@ class SlotSet:
             torch.cuda.cudart().cudaHostUnregister(slot.image.ctypes.data)
         self._registered = []
 
+    def _abandon_from(self, step: int) -> None:
+        """Forget what other runs hold from a step on, which is about to be committed: they must not pass for newer."""
+        newer = [slot for slot in self._valid() if slot.run != self.run and slot.step is not None and slot.step >= step]
+        earlier = [found for found in self._earlier if found.step >= step]
+        if newer or earlier:
+            write_fence(self.folder, Fence.now(self.run, step - 1))
+        for slot in newer:
+            if not slot.file.clear(self.layout.table_start, _CLEARING_S):
+                raise StorageError(
+                    slot.path, f"step {slot.step} is abandoned and can't be removed: another process holds its lock"
+                )
+            slot.step, slot.needed = None, False
+        for found in earlier:
+            drop(self.folder, found.index)
+            self._earlier.remove(found)
+
     def _retire(self) -> None:
         """Once: remove what an earlier layout, a larger world or another start left, when it has been replaced."""
         if self._retired or self._replaced is None:
@@ -345,11 +363,8 @@ class SlotSet:
         for found in self._earlier:
             drop(self.folder, found.index)
         self._earlier = []
-        for slot in self._valid():  # of a start that nobody went on from: they must not pass for newer
-            if slot.run != self.run and not slot.held and (slot.step or 0) >= self._replaced:
-                slot.step = None if slot.file.clear(self.layout.table_start) else slot.step
         if self.rank == min(self._here):
-            _remove_others(self._here, self.directory)
+            remove_others(self._here, self.directory)
 
 
 def _open(stock: Inventory, layout: ShardLayout, count: int, files: list[SlotFile]) -> None:
@@ -387,16 +402,3 @@ def _reserve(stock: Inventory, size: int, count: int) -> list[int]:
         except OSError as error:
             raise StorageError(stock.folder, error) from error
     return fresh
-
-
-def _remove_others(here: Collection[int], directory: str) -> None:
-    """Remove the directories of ranks that do not run here, or nowhere any more, unless a living process fills them."""
-    for name in os.listdir(directory):
-        folder = f"{directory}/{name}"
-        if not name.startswith("rank-") or not name[5:].isdigit() or int(name[5:]) in here:
-            continue
-        try:
-            with FileLock.take(f"{folder}/{LOCK}"):
-                shutil.rmtree(folder, ignore_errors=True)
-        except (SnapshotInUseError, StorageError):
-            continue
