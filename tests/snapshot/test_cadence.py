@@ -30,5 +30,5 @@ def test_a_first_step_is_as_due_as_any() -> None:
 def test_steps_ascend() -> None:
     cadence = Cadence(1, None, 1)
     assert taken(cadence, (3, 4)) == [(3, False, True), (4, False, True)]
-    with pytest.raises(ValueError, match="step 4 after step 4"):
+    with pytest.raises(ValueError, match="step 4 was taken already"):
         cadence.next(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,8 @@ def test_a_version_that_is_committed_already_is_skipped(tmp_path: Path, slots: S
     held = hashed(slots, 7)
     persist_all(chosen, held)
     before = (tmp_path / "run" / "step-00000007" / "ucf.json").read_bytes()
-    events = persist_all(chosen, held)
+    assert ends(persist_all(chosen, held)) == [(Persisted, 7)]  # by a keeper that died before it could say so
+    events = persist_all(replace(chosen, run="another"), held)
     assert [type(event) for event in events] == [Skipped]
     assert "committed already" in only(Skipped, events).why
     assert (tmp_path / "run" / "step-00000007" / "ucf.json").read_bytes() == before

@@ -16,14 +16,16 @@ from ucformat.formats.native.attempt import (
     prepare,
     put_shards,
     read_record,
+    torn_record,
 )
-from ucformat.formats.native.checkpoint import NOTHING, changed, detect, explain, find, is_committed, is_unfinished, open_catalog
+from ucformat.formats.native.checkpoint import NOTHING, changed, detect, explain, find, is_unfinished, open_catalog
 from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, tabulate
 from ucformat.formats.native.manifest import MANIFEST, Record
 from ucformat.formats.native.reindex import reindex
 from ucformat.formats.native.retention import clear_steps, expired, prune_steps, remove_step
 from ucformat.formats.native.run import (
     committed_steps,
+    is_committed,
     newest_first,
     newest_step,
     note_saved,
@@ -76,6 +78,7 @@ __all__ = [
     "step_name",
     "step_numbers",
     "tabulate",
+    "torn_record",
     "write",
 ]
 

@@ -35,7 +35,7 @@ from ucformat.errors import (
 from ucformat.formats import ownership
 from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, tabulate
 from ucformat.formats.native.manifest import MANIFEST, FileRecord, Record, build_index, decode_record, encode_record
-from ucformat.formats.native.run import ROLLBACK, step_numbers
+from ucformat.formats.native.run import ROLLBACK, is_committed, is_cut_short, step_numbers
 from ucformat.formats.native.shard import ShardPiece, hex_digest, lay_out_all, write_shard
 from ucformat.formats.source import Source
 from ucformat.formats.target import OutputBox
@@ -123,6 +123,15 @@ def read_record(store: Store) -> Record:
     return decode_record(store.read(MANIFEST), f"{store.url}/{MANIFEST}")
 
 
+def torn_record(store: Store) -> bytes | None:
+    """The bytes of a commit record that was not written to its end, which a commit may replace; None where there is none."""
+    try:
+        data = store.read(MANIFEST)
+    except MissingFileError:
+        return None
+    return data if is_cut_short(data) else None
+
+
 def committed_by(store: Store, generation: Generation) -> bool:
     """Whether the checkpoint that is committed here is that of an attempt. Raises what reading its record raises."""
     try:
@@ -144,7 +153,7 @@ def prepare(store: Store, overwrite: bool, what: str = "save", token: str = "") 
     names = ownership.unknown(store, store.list())
     if before is None and names:
         _refuse(store, names, overwrite)
-    if before is not None and not overwrite:
+    if not overwrite and is_committed(store):
         raise ExistsError(store.url)
     claim = ownership.begin(store, what, replaces=replaces, token=token)
     return Attempt(store, Generation(claim.token), claim, before)

@@ -16,18 +16,15 @@ from ucformat.catalog import Catalog, File, Notes
 from ucformat.errors import ChecksumError, FormatError, MissingFileError, NotACheckpointError
 from ucformat.formats import ownership
 from ucformat.formats.native.manifest import MANIFEST, Index, Record, decode_record, read_index
-from ucformat.formats.native.run import newest_step, step_name, step_numbers
+from ucformat.formats.native.run import is_committed, newest_step, step_name, step_numbers
 from ucformat.formats.native.shard import ShardChecks
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store
 
 NOTHING = f"no {MANIFEST}: nothing was committed here (an interrupted save leaves none)"
+TORN = f"{MANIFEST} is empty or cut short: a write that was interrupted, nothing was committed here"
 LOOKS = 20  # for a checkpoint that changes: each time another writer must have committed
 _LOG = logging.getLogger(__name__)
-
-
-def is_committed(store: Store) -> bool:
-    return store.exists(MANIFEST)
 
 
 def detect(source: Source) -> bool:
@@ -60,7 +57,7 @@ def find(source: Source) -> Store:
         return source.store
     step = newest_step(source.store) if source.file is None else None
     if step is None:
-        raise NotACheckpointError(source.url, NOTHING)
+        raise NotACheckpointError(source.url, TORN if source.store.exists(MANIFEST) else NOTHING)
     return source.store.sub(step_name(step))
 
 

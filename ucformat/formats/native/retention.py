@@ -14,7 +14,7 @@ from ucformat.errors import ChecksumError, FormatError, MissingFileError
 from ucformat.formats import ownership
 from ucformat.formats.native.attempt import clear, files_of, read_record
 from ucformat.formats.native.manifest import MANIFEST
-from ucformat.formats.native.run import committed_steps, note_saved, passed_over, step_name, step_numbers
+from ucformat.formats.native.run import committed_steps, is_committed, note_saved, passed_over, step_name, step_numbers
 from ucformat.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -75,6 +75,6 @@ def clear_steps(run: Store, but: Collection[int] = ()) -> set[int]:
     looked = {step for step in step_numbers(run.list()) if step not in but}
     for step in sorted(looked):
         store = run.sub(step_name(step))
-        if not run.is_link(step_name(step)) and not store.exists(MANIFEST):
+        if not run.is_link(step_name(step)) and not is_committed(store):
             clear(store)
     return looked

@@ -6,16 +6,19 @@ That is the highest step, unless the job went back: when a step is saved and hig
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 import msgspec
 
 from ucformat.containers.envelope import seal, unseal
-from ucformat.errors import FormatError
+from ucformat.errors import FormatError, MissingFileError
 from ucformat.formats.native.manifest import MANIFEST
 from ucformat.storage.store import Store
 
+_LOG = logging.getLogger(__name__)
 ROLLBACK = "rollback.json"
 _STEP = re.compile(r"step-(\d{8,})/")
 
@@ -44,7 +47,43 @@ def committed_steps(run: Store) -> list[int]:
 
 
 def is_committed_step(run: Store, step: int) -> bool:
-    return run.exists(f"{step_name(step)}/{MANIFEST}")
+    return is_committed(run, step_name(step))
+
+
+def is_committed(store: Store, folder: str = "") -> bool:
+    """Whether a checkpoint is committed: its commit record is there, and whole. Raises StorageError.
+
+    A back end that writes files in place shows a record that is empty or cut short before all of it is written, and leaves it so
+    when it is interrupted. One that is damaged otherwise counts: what is wrong with it is said when it is opened.
+    """
+    path = f"{folder}/{MANIFEST}" if folder else MANIFEST
+    try:
+        size = store.size(path)
+        if size > 0 and store.appears_whole and store.streams:  # an object: it is never seen in part, whoever writes it
+            return True
+        if size > 0 and (store.read(path, size - 1, size) == b"\n" or not is_cut_short(store.read(path))):
+            return True
+    except MissingFileError:
+        return False
+    except FormatError:
+        return True
+    _warn(f"{store.url}/{path}")
+    return False
+
+
+@lru_cache(maxsize=1024)  # once for each
+def _warn(path: str) -> None:
+    _LOG.warning("%s is empty or cut short, as an interrupted write leaves it: this step counts as not committed", path)
+
+
+def is_cut_short(record: bytes) -> bool:
+    """Whether the bytes of a commit record end before it does."""
+    try:
+        msgspec.json.decode(record, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        why = str(error)  # a number may have been cut at its point
+        return "truncated" in why or why.endswith(f"invalid number (byte {len(record)})")
+    return False
 
 
 def newest_step(run: Store) -> int | None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from ucformat.formats import owned, ownership, partial, sidecar_files, staging
 from ucformat.formats.native.attempt import Attempt, Contents, Generation, commit, joined, prepare, put_shards
-from ucformat.formats.native.checkpoint import is_committed
 from ucformat.formats.native.fragments import ShardTable
 from ucformat.formats.native.manifest import MANIFEST, FileRecord
+from ucformat.formats.native.run import is_committed
 from ucformat.formats.native.shard import hex_digest
 from ucformat.formats.target import Companions, WriteJob
 from ucformat.storage.store import Store

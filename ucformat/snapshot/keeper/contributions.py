@@ -213,7 +213,7 @@ def commit_parts(claim: ownership.Claim, step: int, parts: Sequence[Contribution
     contents = native.Contents(
         merged, trees.unite_aliases(enumerate(part.aliases for part in parts)), Notes(native.NAME, step, mesh)
     )
-    native.commit(native.Attempt(store, native.Generation(claim.token), claim, None), tables, contents)
+    native.commit(native.Attempt(store, native.Generation(claim.token), claim, native.torn_record(store)), tables, contents)
 
 
 def _table(part: Contribution, url: str) -> native.ShardTable:
