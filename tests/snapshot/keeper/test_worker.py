@@ -210,7 +210,7 @@ def test_another_rank_hears_of_the_commit_or_that_there_is_none(tmp_path: Path) 
         work.join(PATIENCE_S)
     assert sorted(ends(said), key=lambda end: end[1]) == [(Persisted, 8), (Failed, 9), (Skipped, 10)]
     assert "rank 0: no space left" in only(Failed, said).message
-    assert "pruned since, or given up" in only(Skipped, said).why
+    assert "pruned, or given up" in only(Skipped, said).why
 
 
 def test_a_version_that_a_rank_has_passed_by_is_given_up_when_a_later_one_is_committed(tmp_path: Path) -> None:
