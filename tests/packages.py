@@ -39,8 +39,11 @@ def entry_points_of_page(text: str) -> dict[str, str]:
 
 
 def install_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install what a page shows and registers."""
+    """Install what a page shows and registers, with the tests that it shows."""
     text = page.read_text()
     files = files_of_page(text)
+    for name in files:
+        if name.startswith("test_"):
+            (folder / name).write_text(files[name])
     for name, module in entry_points_of_page(text).items():
         install(folder, monkeypatch, name, module, files[f"{module}.py"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ from ucformat.cli.app import run
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "docs/design").glob("*.md")), ROOT / "specs/format.md"]
-BLOCK = re.compile(r"^```(python|console)(?: nproc=(\d+)| file=\S+)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|console)(?: nproc=(\d+)| file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -27,12 +28,18 @@ def test_the_examples_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     install_page(page, tmp_path, monkeypatch)
-    for number, (language, processes, code) in enumerate(BLOCK.findall(page.read_text())):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    for number, (language, processes, file, code) in enumerate(BLOCK.findall(page.read_text())):
         if language == "console":
             for line in code.splitlines():
                 command = shlex.split(line.removeprefix("$ "))
                 if command[0] == "ucconvert":
                     assert run(command[1:]) == 0, f"{line}\n{capsys.readouterr()}"
+        elif file.startswith("test_"):
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", file], capture_output=True, text=True, timeout=240, check=False
+            )
+            assert done.returncode == 0, done.stdout
         elif processes:
             script = tmp_path / f"example{number}.py"
             script.write_text(code)

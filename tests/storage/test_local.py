@@ -1,4 +1,4 @@
-"""Storage: one conformance suite that every store passes, and what the local disk does beyond it."""
+"""What the local disk does beyond what every store does (see `test_stores`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,62 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.s3.bucket import Server, serving
-from ucformat.errors import ConflictError, FormatError, MissingFileError, StorageError
+from ucformat.errors import ConflictError, StorageError
 from ucformat.storage import atomic, local
-from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import ALIGNMENT, LocalStore, aligned
 from ucformat.storage.open import open_store
-from ucformat.storage.store import Bytes, Sheet, Store, safe_path
-
-StoreMaker = Callable[[], Store]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(params=["local", "memory", "s3", "s3fs"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """`s3fs` stands for the object stores that fsspec serves: it is the one that can run against a real server here."""
-    if request.param == "local":
-        return open_store(str(tmp_path / "store"))
-    if request.param == "memory":
-        return open_store(f"memory://{uuid.uuid4().hex}")
-    server: Server = request.getfixturevalue("server")
-    url = f"{server.bucket}/{uuid.uuid4().hex}"
-    return open_store(url) if request.param == "s3" else FsspecStore.open(url)
+from ucformat.storage.store import Bytes, Sheet
 
 
 def _data(size: int) -> Bytes:
     return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-
-
-def test_what_was_put_is_read_back_in_any_range(store: Store) -> None:
-    data = _data(100_000).tobytes()
-    store.put("folder/file.bin", data)
-    assert store.size("folder/file.bin") == len(data)
-    for start, stop in ((0, len(data)), (1, 2), (99_999, 100_000), (5000, 5000), (4096, 8192)):
-        assert store.read("folder/file.bin", start, stop) == data[start:stop]
-    with store.reader("folder/file.bin") as reader:
-        out = np.empty(10, dtype=np.uint8)
-        for start in (0, 777):
-            reader.read_into(start, out)
-            assert out.tobytes() == data[start : start + 10]
-
-
-@pytest.mark.parametrize("sizes", [[5], [0, 7, 0], [1] * 2500, [3000, 1, 4096, 2]])
-def test_consecutive_bytes_are_read_into_many_buffers(store: Store, sizes: list[int]) -> None:
-    data = _data(10_000)
-    store.put("f", data.tobytes())
-    parts = [np.zeros(size, dtype=np.uint8) for size in sizes]
-    with store.reader("f") as reader:
-        reader.read_parts(17, parts)
-    assert np.concatenate(parts).tobytes() == data[17 : 17 + sum(sizes)].tobytes()
-    with pytest.raises(FormatError, match="ends at byte 10000"), store.reader("f") as reader:
-        reader.read_parts(9_000, [np.zeros(999, dtype=np.uint8), np.zeros(2, dtype=np.uint8)])
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(0, 100), st.data())
@@ -86,68 +37,6 @@ def test_a_sheet_knows_the_memory_of_every_byte(sizes: list[int], origin: int, d
     stop = draw.draw(st.integers(start, sum(sizes)))
     found = b"".join(part.tobytes() for part in sheet.cut(origin + start, origin + stop))
     assert found == np.arange(start, stop, dtype=np.uint8).tobytes()
-
-
-def test_a_put_replaces_the_file_of_that_name(store: Store) -> None:
-    store.put("a", b"old and long")
-    store.put("a", b"new")
-    assert store.read("a") == b"new"
-
-
-def test_a_streamed_file_appears_only_when_closed(store: Store) -> None:
-    data = _data(3_000_000)
-    writer = store.writer("big/file", data.nbytes)
-    writer.write(0, data[:1_000_000])
-    if store.appears_whole or isinstance(store, LocalStore):  # fsspec's memory:// shows files while they are open
-        assert not store.exists("big/file")
-    writer.write(1_000_000, data[1_000_000:])
-    writer.close()
-    assert store.read("big/file") == data.tobytes()
-    assert store.list("big") == ["file"]
-
-
-def test_an_aborted_file_leaves_nothing(store: Store) -> None:
-    store.put("keep", b"x")
-    with pytest.raises(KeyError), store.writer("gone", 1000) as writer:
-        writer.write(0, _data(500))
-        raise KeyError
-    assert store.list() == ["keep"]
-
-
-def test_missing_and_short_files_are_named(store: Store) -> None:
-    store.put("short", b"12345")
-    with pytest.raises(MissingFileError, match="absent"):
-        store.read("absent", 0, 4)
-    with pytest.raises(MissingFileError, match="absent"):
-        store.size("absent")
-    with pytest.raises(FormatError, match="ends at byte 5"):
-        store.read("short", 3, 9)
-    assert not store.exists("absent")
-    assert store.list("nowhere") == []
-
-
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a//b", "a\\b", ".", "a/\0", "a/./b"])
-def test_no_path_leaves_the_store(store: Store, path: str) -> None:
-    with pytest.raises(FormatError, match="does not stay inside"):
-        store.put(path, b"x")
-    with pytest.raises(FormatError, match="does not stay inside"):
-        store.read(path, 0, 1)
-    with pytest.raises(FormatError):
-        safe_path(path)
-
-
-def test_listing_and_removing(store: Store) -> None:
-    for path in ("b", "a/x", "a/y/z"):
-        store.put(path, b"1")
-    assert store.list() == ["a/", "b"]
-    assert store.sub("a").list() == ["x", "y/"]
-    store.remove("a")
-    store.remove("never there")
-    assert not list(store.files("a"))
-    if isinstance(store, FsspecStore) and store.appears_whole:
-        return  # this server keeps folders for a while that others never had
-    assert store.list() == ["b"]
-    assert not store.exists("a")
 
 
 def test_an_unknown_scheme_is_a_storage_error() -> None:
@@ -224,44 +113,6 @@ def test_aligned_buffers_are_aligned() -> None:
 
 
 # -- what happens in one step -------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_created_only_where_none_is(store: Store) -> None:
-    assert store.put_if_absent("ucf.json", b"first")
-    assert not store.put_if_absent("ucf.json", b"second")
-    assert store.read("ucf.json") == b"first"
-    assert store.list() == ["ucf.json"]
-
-
-def test_a_file_is_replaced_only_where_it_is_still_the_known_one(store: Store) -> None:
-    assert not store.put_if_unchanged("ucf.json", b"b", b"a")
-    assert store.list() == []
-    store.put("ucf.json", b"a")
-    assert not store.put_if_unchanged("ucf.json", b"c", b"b")
-    assert not store.put_if_unchanged("ucf.json", b"c", b"")
-    assert store.put_if_unchanged("ucf.json", b"b", b"a")
-    assert store.read("ucf.json") == b"b"
-    assert store.list() == ["ucf.json"]
-
-
-def test_a_copy_has_the_same_bytes(store: Store) -> None:
-    data = _data(9_000_001).tobytes()
-    store.put("a/x", data)
-    store.copy("a/x", "b/y")
-    assert (store.read("b/y"), store.read("a/x")) == (data, data)
-    with pytest.raises((MissingFileError, StorageError)):
-        store.copy("a/none", "b/z")
-    assert store.list("b") == ["y"]
-
-
-def test_all_files_below_a_directory_are_listed(store: Store) -> None:
-    for path in ("a", "b/c", "b/d/e"):
-        store.put(path, b"")
-    assert (list(store.files()), list(store.files("b")), list(store.files("none"))) == (
-        ["a", "b/c", "b/d/e"],
-        ["b/c", "b/d/e"],
-        [],
-    )
 
 
 RACE = """

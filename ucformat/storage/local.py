@@ -296,7 +296,7 @@ class LocalStore(Store):
     """A directory of the local file system."""
 
     alignment = ALIGNMENT
-    appears_whole = renames = holds = True
+    appears_whole = renames = excludes = holds = True
 
     def __init__(self, path: str) -> None:
         if "\0" in path:

@@ -29,7 +29,7 @@ class S3Store(Store):
     """A prefix of a bucket, which may be empty."""
 
     streams = 8  # requests in flight: each is answered slowly, many at once
-    appears_whole = True
+    appears_whole = excludes = True
 
     def __init__(self, url: str) -> None:
         """`url`: s3://bucket/prefix. Raises StorageError for a URL without a bucket, and when botocore is not installed."""

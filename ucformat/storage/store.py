@@ -139,6 +139,8 @@ class Store(ABC):
     """Whether a file is visible under its name only once its writer was closed, even if the process is killed before."""
     renames: bool = False
     """Whether `rename`, `replace`, `exchange` and `link` work. Without them, directories can't be put into place in one step."""
+    excludes: bool = False
+    """Whether of several writers that call `put_if_absent` or `put_if_unchanged` at the same moment exactly one succeeds."""
     holds: bool = False
     """Whether `hold` and `claim` tell files of living processes from those that nobody uses any more."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ucformat import values as value_tree
-from ucformat.catalog import Notes
+from ucformat.catalog import Notes, TensorSpec
 from ucformat.containers.file_image import FilePlan
 from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, build_header
 from ucformat.errors import UnsupportedError
@@ -205,10 +205,7 @@ def _plan_file(
     own = [names[targets[number].name] for number in order]
     held = set(own)
     tied = {alias: kept for alias, kept in sorted(aliases.items()) if kept in held and alias not in _RESERVED}
-    entries = [
-        (name, targets[number].spec.kind.stored, targets[number].spec.kind.header_shape(targets[number].spec.shape))
-        for name, number in zip(own, order, strict=True)
-    ]
+    entries = [(name, *_header_entry(path, targets[number].spec)) for name, number in zip(own, order, strict=True)]
     header = build_header(entries, {**extra, "format": "pt", **tied}, DATA_ALIGN)
     if len(header) - LENGTH_BYTES > MAX_HEADER_BYTES:
         why = f"the names of {len(own)} tensors are more than the header of one file can hold: choose a smaller size of files"
@@ -217,6 +214,14 @@ def _plan_file(
     stops = len(header) + np.cumsum(nbytes)
     image = FilePlan(int(stops[-1]), [(0, header)], np.array(order, dtype=np.int64), stops - nbytes, nbytes)
     return image, tuple(own)
+
+
+def _header_entry(path: str, spec: TensorSpec) -> tuple[str, list[int]]:
+    """What a header says of a tensor: dtype and shape."""
+    try:
+        return spec.kind.stored, spec.kind.header_shape(spec.shape)
+    except ValueError as error:
+        raise UnsupportedError(path, f"tensor {spec.name!r}: {error}") from error
 
 
 def _index(files: Sequence[PlannedFile]) -> bytes:
