@@ -53,6 +53,8 @@ class UcformatError(Exception):
     Messages are safe to print: neither endless nor with control characters.
     """
 
+    clause: str = ""
+    """Id of the clause of specs/format.md that a file violates, where it is a file of ucformat's own format."""
     failures: Mapping[int, str] = MappingProxyType({})
     """Rank → message, where several ranks acted together and some of them failed; else empty."""
 
@@ -125,8 +127,8 @@ class AmbiguousFormatError(UcformatError):
 class FormatError(UcformatError):
     """A file breaks its own format: truncated, malformed, hostile, or inconsistent with its index."""
 
-    def __init__(self, file: str, why: str, start: int | None = None, stop: int | None = None) -> None:
-        self.file, self.why, self.start, self.stop = file, why, start, stop
+    def __init__(self, file: str, why: str, start: int | None = None, stop: int | None = None, clause: str = "") -> None:
+        self.file, self.why, self.start, self.stop, self.clause = file, why, start, stop, clause
         super().__init__(f"{_where(file, start, stop)}: {why}")
 
 
@@ -141,6 +143,8 @@ class UnsupportedError(UcformatError):
 class VersionError(UcformatError):
     """A checkpoint of a format version that this release does not understand."""
 
+    clause = "envelope.version"
+
     def __init__(self, file: str, found: str, understood: str) -> None:
         self.file, self.found, self.understood = file, found, understood
         super().__init__(f"{file}: format version {found}, this release understands {understood}: update ucformat")
@@ -148,6 +152,8 @@ class VersionError(UcformatError):
 
 class MissingFileError(UcformatError):
     """A file that the checkpoint needs is not there."""
+
+    clause = "file.missing"
 
     def __init__(self, file: str, why: str = "missing") -> None:
         self.file, self.why = file, why
@@ -165,14 +171,18 @@ class StorageError(UcformatError):
 class ChecksumError(UcformatError):
     """Bytes [start, stop) of `file` are not those that were written; `tensors` lie in them."""
 
-    def __init__(self, file: str, start: int, stop: int, tensors: Sequence[str] = (), what: str = "checksum") -> None:
-        self.file, self.start, self.stop, self.tensors = file, start, stop, tuple(tensors)
+    def __init__(
+        self, file: str, start: int, stop: int, tensors: Sequence[str] = (), what: str = "checksum", clause: str = "block.digest"
+    ) -> None:
+        self.file, self.start, self.stop, self.tensors, self.clause = file, start, stop, tuple(tensors), clause
         touched = f"; damages {_names(self.tensors)}" if self.tensors else ""
         super().__init__(f"{file}, bytes {start}-{stop}: {what} does not match{touched}")
 
 
 class CoverageError(UcformatError):
     """No fragment holds `missing` of `tensor`: raised before the first read."""
+
+    clause = "read.coverage"
 
     def __init__(self, tensor: str, missing: Box | None, where: str = "") -> None:
         self.tensor, self.missing = tensor, missing
@@ -182,6 +192,8 @@ class CoverageError(UcformatError):
 
 class OverlapError(UcformatError):
     """Two fragments of `tensor` both hold `box`: which one is right cannot be known."""
+
+    clause = "read.overlap"
 
     def __init__(self, tensor: str, box: Box, files: Sequence[str] = ()) -> None:
         self.tensor, self.box, self.files = tensor, box, tuple(files)

@@ -63,7 +63,7 @@ def indices() -> None:
     columns("index.names", "a name twice", tensor__name=numbers(lambda c: list(b"model/bmodel/b")))
     columns("index.names", "names in another order", tensor__name=numbers(lambda c: list(b"model/wmodel/b")))
     columns("index.names", "a name that is not UTF-8", tensor__name=numbers(lambda c: [*c[:-1], 0xFF]))
-    columns("name.unicode", "half a character in a name", tensor__name=numbers(lambda c: [*c[:-3], 0xED, 0xA0, 0x80]))
+    columns("index.names", "half a character in a name", tensor__name=numbers(lambda c: [*c[:-3], 0xED, 0xA0, 0x80]))
     broken("index.dtype", "an unknown dtype", "format", INDEX, index_note=lambda n: n.update(dtypes=["BF16", "F12"]))
     columns("index.dtype", "a code without a name", tensor__dtype=put(1, 2, None))
     broken("index.dtype", "no dtypes", "format", INDEX, index_note=lambda n: n.pop("dtypes"))

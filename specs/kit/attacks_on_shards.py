@@ -46,7 +46,7 @@ def shards() -> None:
 
     header("rebuild.same", "two parts exchanged: the index does not say what the shard says", exchanged)
     header("header.pt", "no format in the metadata", lambda tree: tree["__metadata__"].pop("format"))
-    header("shard.reserved", "padding under another name", lambda tree: tree.update(pad=tree.pop("__ucf__.pad")))
+    header("rebuild.same", "padding that looks like a tensor", lambda tree: tree.update(pad=tree.pop("__ucf__.pad")))
     header("shard.reserved", "the table under another name", lambda tree: tree.update(blocks=tree.pop("__ucf__.blocks")))
     header("header.ucf", "no ucf metadata", lambda tree: tree["__metadata__"].pop("ucf"))
     header("header.ucf", "ucf metadata that is no JSON", lambda tree: tree["__metadata__"].update(ucf="{"))

@@ -17,6 +17,7 @@ from ucformat.cli.inspect import inspect
 from ucformat.cli.prune import prune
 from ucformat.cli.reindex import reindex
 from ucformat.cli.screen import is_leader, listen, sweep_up, tell_error
+from ucformat.cli.validate import validate
 from ucformat.cli.verify import verify
 from ucformat.errors import UcformatError
 
@@ -53,9 +54,9 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, inspect, verify, diff, reindex, prune):
+for verb in (convert, inspect, verify, diff, reindex, prune, validate):
     app.command(no_args_is_help=True)(verb)
-VERBS = ("convert", "inspect", "verify", "diff", "reindex", "prune")
+VERBS = ("convert", "inspect", "verify", "diff", "reindex", "prune", "validate")
 _OWN = ("-h", "--help", "--version")
 
 

@@ -53,14 +53,15 @@ def unseal(data: bytes, file: str) -> bytes:
         envelope = msgspec.json.decode(data, type=Envelope)
         start, stop = data.index(_RECORD) + len(_RECORD), data.rindex(b"}")
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data), "envelope.json") from error
     raw = data[start:stop]
     if _digest(raw) != envelope.digest:
-        raise ChecksumError(file, start, stop, what="digest of the commit record")
+        raise ChecksumError(file, start, stop, what="digest of the commit record", clause="envelope.digest")
     try:
         _refuse_duplicates(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+        clause = "record.twice" if "twice" in str(error) else "envelope.json"
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data), clause) from error
     return raw
 
 

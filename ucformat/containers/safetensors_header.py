@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError
-from ucformat.storage.store import Store
+from ucformat.storage.store import Bytes, Store
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
 MAX_DIMENSIONS = 64  # as torch and numpy; also bounds the work that a hostile shape can cause
@@ -57,15 +57,29 @@ def read_header(store: Store, path: str) -> Header:
     Raises FormatError naming tensor and byte range for every breach of the format, MissingFileError, StorageError.
     """
     size, where = store.size(path), f"{store.url}/{path}"
-    if size < LENGTH_BYTES:
-        raise FormatError(where, f"a safetensors file has at least {LENGTH_BYTES} bytes, this one {size}", 0, size)
-    length = int.from_bytes(store.read(path, 0, LENGTH_BYTES), "little")
-    data_start = LENGTH_BYTES + length
-    if length > MAX_HEADER_BYTES:
-        raise FormatError(where, f"header length {length} is above the limit of {MAX_HEADER_BYTES}", 0, LENGTH_BYTES)
-    if data_start > size:
-        raise FormatError(where, f"header of {length} bytes is cut off: the file has {size}", LENGTH_BYTES, size)
+    data_start = _data_start(where, store.read(path, 0, min(size, LENGTH_BYTES)), size)
     return parse_header(path, where, store.read(path, LENGTH_BYTES, data_start), size)
+
+
+def header_of(where: str, data: Bytes) -> Header:
+    """The header of a whole file that was read. Raises FormatError as `read_header`."""
+    data_start = _data_start(where, data[:LENGTH_BYTES].tobytes(), len(data))
+    return parse_header(where, where, data[LENGTH_BYTES:data_start].tobytes(), len(data))
+
+
+def _data_start(where: str, lead: bytes, size: int) -> int:
+    """Where the header says that the data begins."""
+    if size < LENGTH_BYTES:
+        why = f"a safetensors file has at least {LENGTH_BYTES} bytes, this one {size}"
+        raise FormatError(where, why, 0, size, "header.length")
+    length = int.from_bytes(lead, "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(
+            where, f"header length {length} is above the limit of {MAX_HEADER_BYTES}", 0, LENGTH_BYTES, "header.length"
+        )
+    if LENGTH_BYTES + length > size:
+        raise FormatError(where, f"header of {length} bytes is cut off: the file has {size}", LENGTH_BYTES, size, "header.length")
+    return LENGTH_BYTES + length
 
 
 def parse_header(path: str, where: str, raw: bytes, size: int) -> Header:
@@ -132,45 +146,52 @@ def _refuse_constant(text: str) -> object:
 def _parse(where: str, raw: bytes, data_start: int) -> dict[str, object]:
     """The JSON object in `raw`, keys distinct on every level."""
     if raw[:1] != b"{":
-        raise FormatError(where, "the safetensors header is not a JSON object", LENGTH_BYTES, data_start)
+        raise FormatError(where, "the safetensors header is not a JSON object", LENGTH_BYTES, data_start, "header.json")
     try:
         tree = json.loads(raw.decode(), object_pairs_hook=distinct, parse_constant=_refuse_constant)
         "".join(tree).encode()  # lone surrogates are no text
     except (ValueError, RecursionError) as error:
-        raise FormatError(where, f"malformed safetensors header: {error}", LENGTH_BYTES, data_start) from error
+        clause = "header.twice" if "appears twice" in str(error) else "header.json"
+        raise FormatError(where, f"malformed safetensors header: {error}", LENGTH_BYTES, data_start, clause) from error
     checked: dict[str, object] = tree
     return checked
 
 
 def _metadata(where: str, found: object, data_start: int) -> dict[str, str]:
     if not isinstance(found, dict):
-        raise FormatError(where, "__metadata__ is not an object of strings", LENGTH_BYTES, data_start)
+        raise FormatError(where, "__metadata__ is not an object of strings", LENGTH_BYTES, data_start, "header.ucf")
     for key, value in found.items():
         if not isinstance(value, str):
-            raise FormatError(where, f"__metadata__ {key!r} is not a string", LENGTH_BYTES, data_start)
+            raise FormatError(where, f"__metadata__ {key!r} is not a string", LENGTH_BYTES, data_start, "header.ucf")
     return found
 
 
 def _entry(where: str, name: str, item: object, data_start: int, size: int) -> HeaderEntry:
     """One checked entry; offsets become bytes of the file."""
     if not isinstance(item, dict) or not item.keys() >= _KEYS:
-        raise FormatError(where, f"tensor {name!r}: needs dtype, shape and data_offsets", LENGTH_BYTES, data_start)
+        raise FormatError(
+            where, f"tensor {name!r}: needs dtype, shape and data_offsets", LENGTH_BYTES, data_start, "header.entry"
+        )
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _WIDTH:
-        raise FormatError(where, f"tensor {name!r}: unknown dtype {dtype!r}", LENGTH_BYTES, data_start)
+        raise FormatError(where, f"tensor {name!r}: unknown dtype {dtype!r}", LENGTH_BYTES, data_start, "header.entry")
     if not _counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise FormatError(where, f"tensor {name!r}: {_short(shape)} is no shape", LENGTH_BYTES, data_start)
+        raise FormatError(where, f"tensor {name!r}: {_short(shape)} is no shape", LENGTH_BYTES, data_start, "header.entry")
     if not _counts(offsets) or len(offsets) != 2:
-        raise FormatError(where, f"tensor {name!r}: {_short(offsets)} are no byte offsets", LENGTH_BYTES, data_start)
+        raise FormatError(
+            where, f"tensor {name!r}: {_short(offsets)} are no byte offsets", LENGTH_BYTES, data_start, "header.entry"
+        )
     start, stop = data_start + offsets[0], data_start + offsets[1]
     if start > stop or stop > size:
-        raise FormatError(where, f"tensor {name!r}: lies outside the file of {size} bytes", start, stop)
+        raise FormatError(where, f"tensor {name!r}: lies outside the file of {size} bytes", start, stop, "header.tiling")
     try:
         wanted = nbytes(dtype, shape)
     except ValueError as error:
-        raise FormatError(where, f"tensor {name!r}: {error}", start, stop) from error
+        raise FormatError(where, f"tensor {name!r}: {error}", start, stop, "header.entry") from error
     if wanted != stop - start:
-        raise FormatError(where, f"tensor {name!r}: {dtype} {shape} takes {wanted} bytes, not {stop - start}", start, stop)
+        raise FormatError(
+            where, f"tensor {name!r}: {dtype} {shape} takes {wanted} bytes, not {stop - start}", start, stop, "header.entry"
+        )
     return HeaderEntry(name, dtype, tuple(shape), start, stop)
 
 
@@ -189,9 +210,11 @@ def _prove_tiling(where: str, entries: Sequence[HeaderEntry], data_start: int, s
     end, before = data_start, ""
     for entry in entries:
         if entry.start < end:
-            raise FormatError(where, f"tensor {entry.name!r} overlaps tensor {before!r}", entry.start, min(end, entry.stop))
+            raise FormatError(
+                where, f"tensor {entry.name!r} overlaps tensor {before!r}", entry.start, min(end, entry.stop), "header.tiling"
+            )
         if entry.start > end:
-            raise FormatError(where, f"no tensor owns the bytes before tensor {entry.name!r}", end, entry.start)
+            raise FormatError(where, f"no tensor owns the bytes before tensor {entry.name!r}", end, entry.start, "header.tiling")
         end, before = entry.stop, entry.name
     if end != size:
-        raise FormatError(where, f"{size - end} bytes behind the last tensor", end, size)
+        raise FormatError(where, f"{size - end} bytes behind the last tensor", end, size, "header.tiling")

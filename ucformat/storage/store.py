@@ -316,5 +316,5 @@ def safe_path(path: str, file: str = "") -> str:
     """
     parts = path.split("/")
     if not path or path.startswith("/") or "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
-        raise FormatError(file or path, f"file name {path!r} does not stay inside the checkpoint")
+        raise FormatError(file or path, f"file name {path!r} does not stay inside the checkpoint", clause="path.safe")
     return path

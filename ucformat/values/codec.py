@@ -230,7 +230,11 @@ def _torch_writers() -> dict[type, Callable[[Any, Where], object]]:
 
 
 class _MalformedError(ValueError):
-    """What is wrong with the JSON; becomes a FormatError that names the file."""
+    """What is wrong with the JSON, and the clause it violates; becomes a FormatError that names the file."""
+
+    def __init__(self, why: str, clause: str = "values.type") -> None:
+        self.clause = clause
+        super().__init__(why)
 
 
 def decode(data: bytes, file: str) -> object:
@@ -248,30 +252,34 @@ def decode(data: bytes, file: str) -> object:
     except json.JSONDecodeError as error:
         raise FormatError(file, f"values are not JSON: {error}") from error
     except RecursionError:
-        raise FormatError(file, "values are nested too deeply") from None
+        raise FormatError(file, "values are nested too deeply", clause="values.depth") from None
     except ValueError as error:  # _MalformedError, or an integer literal beyond Python's limit on digits
-        raise FormatError(file, f"values: {error}") from error
+        raise FormatError(file, f"values: {error}", clause=getattr(error, "clause", "values.range")) from error
     return tree
 
 
 def _read_integer(text: str) -> int:
-    _need(len(text) <= _INT_DIGITS and INT_MIN <= int(text) <= INT_MAX, f"number {text[:_INT_DIGITS]} is out of range")
+    _need(
+        len(text) <= _INT_DIGITS and INT_MIN <= int(text) <= INT_MAX,
+        f"number {text[:_INT_DIGITS]} is out of range",
+        "values.range",
+    )
     return int(text)
 
 
 def _read_float(text: str) -> float:
     x = float(text)
-    _need(math.isfinite(x), f"number {text} is out of range")
+    _need(math.isfinite(x), f"number {text} is out of range", "values.range")
     return x
 
 
 def _read_constant(text: str) -> object:
-    raise _MalformedError(f"{text} is no JSON")
+    raise _MalformedError(f"{text} is no JSON", "values.nan")
 
 
-def _need(condition: bool, why: str) -> None:
+def _need(condition: bool, why: str, clause: str = "values.type") -> None:
     if not condition:
-        raise _MalformedError(why)
+        raise _MalformedError(why, clause)
 
 
 def _read_object(pairs: list[tuple[str, Any]]) -> object:
@@ -280,16 +288,16 @@ def _read_object(pairs: list[tuple[str, Any]]) -> object:
         tag, body = pairs[0]
         reader = _READERS.get(tag)
         if reader is None:
-            raise _MalformedError(f"unknown tag {tag!r}: written by a newer release?")
+            raise _MalformedError(f"unknown tag {tag!r}: written by a newer release?", "values.tag")
         try:
             return reader(body)
         except _MalformedError as error:
-            raise _MalformedError(f"{tag}: {error}") from error
+            raise _MalformedError(f"{tag}: {error}", error.clause) from error
         except (TypeError, ValueError, LookupError, RuntimeError, AttributeError) as error:
             raise _MalformedError(f"{tag}: malformed content") from error
     out = dict(pairs)
-    _need(len(out) == len(pairs), f"an object has the same key twice: {sorted(key for key, _ in pairs)[:8]}")
-    _need(not any(key.startswith("$") for key in out), "a tag with other keys beside it")
+    _need(len(out) == len(pairs), f"an object has the same key twice: {sorted(key for key, _ in pairs)[:8]}", "values.twice")
+    _need(not any(key.startswith("$") for key in out), "a tag with other keys beside it", "values.alone")
     return out
 
 
@@ -333,14 +341,14 @@ def _read_pairs(x: object, into: dict[Any, Any]) -> dict[Any, Any]:
     for pair in pairs:
         _need(len(pair) == 2, "a pair is due")
         into[pair[0]] = pair[1]
-    _need(len(into) == len(pairs), "the same key twice")
+    _need(len(into) == len(pairs), "the same key twice", "values.twice")
     return into
 
 
 def _read_set(x: object) -> frozenset[Any]:
     items = cast(list[Any], _a(list, x))
     out = frozenset(items)
-    _need(len(out) == len(items), "the same item twice")
+    _need(len(out) == len(items), "the same item twice", "values.set")
     return out
 
 

@@ -20,7 +20,7 @@ from ucformat import box as boxes
 from ucformat.box import Ints
 from ucformat.catalog import MAX_BYTES, FragmentTable, TensorSpec
 from ucformat.containers.envelope import VERSION, seal, unseal
-from ucformat.containers.safetensors_header import LENGTH_BYTES, MAX_DIMENSIONS, build_header, parse_header
+from ucformat.containers.safetensors_header import MAX_DIMENSIONS, build_header, header_of
 from ucformat.dtypes import DTYPES
 from ucformat.errors import ChecksumError, FormatError
 from ucformat.formats.native.shard import Count, Digest, ShardRecord, hex_digest
@@ -92,11 +92,12 @@ def decode_record(data: bytes, file: str) -> Record:
     try:
         record = msgspec.json.decode(raw, type=Record)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise FormatError(file, f"malformed commit record: {error}", 0, len(data)) from error
+        clause = "record.required" if "missing required field" in str(error) else "record.types"
+        raise FormatError(file, f"malformed commit record: {error}", 0, len(data), clause) from error
     for path in (record.index.file, *(shard.file for shard in record.shards), *(item.file for item in record.companions)):
         safe_path(path, file)
     if record.step is not None and not 0 <= record.step < 1 << 63:
-        raise FormatError(file, f"step {record.step}", 0, len(data))
+        raise FormatError(file, f"step {record.step}", 0, len(data), "record.types")
     check_block_size(record.block_bytes, file)
     for shard in record.shards:
         check_sizes(shard, record.block_bytes, file)
@@ -108,15 +109,17 @@ def check_sizes(shard: ShardRecord, block_bytes: int, file: str) -> None:
     check_block_size(block_bytes, file)
     blocks = -(-(shard.table_start - shard.data_start) // block_bytes)
     if not 0 < shard.data_start <= shard.table_start or shard.size - shard.table_start < 8 * blocks:
-        raise FormatError(file, f"shard {shard.file}: header, data and checksum table do not fit into {shard.size} bytes")
+        raise FormatError(
+            file, f"shard {shard.file}: header, data and checksum table do not fit into {shard.size} bytes", clause="record.shard"
+        )
     if (shard.size - shard.table_start) % 8:
-        raise FormatError(file, f"shard {shard.file}: the checksum table is no whole number of entries")
+        raise FormatError(file, f"shard {shard.file}: the checksum table is no whole number of entries", clause="record.shard")
 
 
 def check_block_size(block_bytes: int, file: str) -> None:
     """Raises FormatError for a size that no block can have."""
     if block_bytes <= 0 or block_bytes % 4096:
-        raise FormatError(file, f"block size {block_bytes} is not a multiple of 4096")
+        raise FormatError(file, f"block size {block_bytes} is not a multiple of 4096", clause="record.block-bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +176,11 @@ def read_index(store: Store, record: Record) -> Index:
     where = f"{store.url}/{path}"
     size = store.size(path)
     if size != record.index.size:
-        raise FormatError(where, f"has {size} bytes, was committed with {record.index.size}", 0, size)
+        raise FormatError(where, f"has {size} bytes, was committed with {record.index.size}", 0, size, "file.size")
     data = np.empty(size, dtype=np.uint8)
     store.read_into(path, 0, data)
     if hex_digest(data) != record.index.digest:
-        raise ChecksumError(where, 0, size, what="digest of the index")
+        raise ChecksumError(where, 0, size, what="digest of the index", clause="index.digest")
     return decode_index(data, where, record)
 
 
@@ -188,17 +191,31 @@ def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
         tensors = _tensors(columns, dtypes)
         table = _table(columns, tensors)
     except (KeyError, ValueError, IndexError, TypeError, RecursionError) as error:
-        raise FormatError(where, f"malformed index: {error}", 0, len(data)) from error
+        clause = getattr(error, "clause", "index.columns")
+        raise FormatError(where, f"malformed index: {error}", 0, len(data), clause) from error
     _check_rows(tensors, table, record, where)
     return Index(tensors, table)
 
 
+class _BrokenIndexError(ValueError):
+    """What is wrong with the index, and the clause that says so."""
+
+    def __init__(self, why: str, clause: str) -> None:
+        self.clause = clause
+        super().__init__(why)
+
+
 def _columns(data: NDArray[np.uint8], where: str) -> tuple[dict[str, NDArray[np.generic]], list[str]]:
     """The known columns, as views of `data`, and the names that dtype codes stand for."""
-    raw = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")].tobytes()
-    header = parse_header(where, where, raw, len(data))
-    note = msgspec.json.decode(header.metadata["ucf"], type=dict[str, object])
-    dtypes = msgspec.convert(note["dtypes"], type=list[str])
+    header = header_of(where, data)
+    try:
+        note = msgspec.json.decode(header.metadata["ucf"], type=dict[str, object])
+    except (KeyError, msgspec.DecodeError, RecursionError) as error:
+        raise _BrokenIndexError("no ucf metadata", "header.ucf") from error
+    try:
+        dtypes = msgspec.convert(note["dtypes"], type=list[str])
+    except (KeyError, msgspec.ValidationError) as error:
+        raise _BrokenIndexError("no dtypes", "index.dtype") from error
     columns: dict[str, NDArray[np.generic]] = {}
     for entry in header.entries:
         if entry.name in _COLUMNS:
@@ -212,14 +229,17 @@ def _ints(column: NDArray[np.generic]) -> Ints:
 
 def _tensors(columns: dict[str, NDArray[np.generic]], dtypes: list[str]) -> tuple[TensorSpec, ...]:
     text, shape = columns["tensor.name"].tobytes(), _ints(columns["tensor.shape"]).tolist()
-    names = [text[a:b].decode() for a, b in _cuts(columns["tensor.name_bytes"], len(text))]
+    try:
+        names = [text[a:b].decode() for a, b in _cuts(columns["tensor.name_bytes"], len(text))]
+    except UnicodeDecodeError as error:
+        raise _BrokenIndexError(f"a name is not UTF-8: {error.reason}", "index.names") from error
     if any(b <= a for a, b in pairwise(names)):
-        raise ValueError("tensor names are not sorted or not unique")
+        raise _BrokenIndexError("tensor names are not sorted or not unique", "index.names")
     codes = columns["tensor.dtype"]
     if codes.size and not 0 <= int(codes.max()) < len(dtypes):
-        raise ValueError("a dtype code without a name")
+        raise _BrokenIndexError("a dtype code without a name", "index.dtype")
     if set(dtypes) - DTYPES.keys():
-        raise ValueError(f"unknown dtypes {sorted(set(dtypes) - DTYPES.keys())}")
+        raise _BrokenIndexError(f"unknown dtypes {sorted(set(dtypes) - DTYPES.keys())}", "index.dtype")
     return tuple(
         TensorSpec(name, dtypes[code], tuple(shape[a:b]))
         for name, code, (a, b) in zip(names, codes.tolist(), _cuts(columns["tensor.ndim"], len(shape)), strict=True)
@@ -240,7 +260,7 @@ def _table(columns: dict[str, NDArray[np.generic]], tensors: Sequence[TensorSpec
         raise ValueError("tensors and fragments do not count up")  # before memory is taken for what they claim
     shards = _ints(columns["fragment.shard"])
     if ((shards < 0) | (shards > np.iinfo(np.int32).max)).any():
-        raise ValueError("a shard number beyond any count of files")
+        raise _BrokenIndexError("a shard number beyond any count of files", "index.shard")
     table = FragmentTable(
         np.repeat(np.arange(len(tensors), dtype=np.int32), counts),
         shards.astype(np.int32),
@@ -261,22 +281,23 @@ def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Rec
     """Every fragment lies inside its tensor and inside the blocks of its shard."""
     ndim = table.offset.shape[1]
     if any(len(spec.shape) > ndim for spec in tensors):
-        raise FormatError(where, "fragments have fewer dimensions than their tensors")
+        raise FormatError(where, "fragments have fewer dimensions than their tensors", clause="index.columns")
     shapes = boxes.pad([spec.shape for spec in tensors], ndim, 1)
     huge = (shapes < 0).any(axis=1) | (np.prod(shapes, axis=1, dtype=np.float64) >= MAX_BYTES / 16)  # 16: the largest item
     if huge.any():
         spec = tensors[int(np.flatnonzero(huge)[0])]
-        raise FormatError(where, f"tensor {spec.name!r} has an impossible shape {list(spec.shape)}")
+        raise FormatError(where, f"tensor {spec.name!r} has an impossible shape {list(spec.shape)}", clause="index.size")
     if not len(table):
         return
     shape = shapes[table.tensor]
     bad = ((table.offset < 0) | (table.length < 1) | (table.length > shape - np.minimum(table.offset, shape))).any(axis=1)
     if (table.file < 0).any() or int(table.file.max()) >= len(record.shards):
-        raise FormatError(where, "a fragment names a shard that is not in the commit record")
+        raise FormatError(where, "a fragment names a shard that is not in the commit record", clause="index.shard")
     size = np.array([spec.kind.itemsize for spec in tensors], dtype=np.int64)[table.tensor]
     low = np.array([shard.data_start for shard in record.shards], dtype=np.int64)[table.file]
     high = np.array([shard.table_start for shard in record.shards], dtype=np.int64)[table.file]
     nbytes = np.prod(table.length, axis=1, dtype=np.float64) * size  # float: a hostile product may pass 2^63
+    outside = np.array(bad)
     bad |= (table.start < low) | (table.start + nbytes > high)
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
@@ -288,6 +309,7 @@ def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Rec
             f"tensor {spec.name!r}: box {box} lies outside the tensor or the shard's data",
             start,
             start + int(nbytes[row]),
+            "index.box" if outside[row] else "index.bytes",
         )
     _check_apart(tensors, table, table.start + nbytes.astype(np.int64), record, where)
 
@@ -301,4 +323,4 @@ def _check_apart(tensors: Sequence[TensorSpec], table: FragmentTable, stop: Ints
         at = int(shared[0])
         one, other = (tensors[table.tensor[order[i]]].name for i in (at, at + 1))
         why = f"fragments of {one!r} and {other!r} share bytes"
-        raise FormatError(f"{where}: shard {record.shards[file[at]].file}", why, int(start[at + 1]), int(end[at]))
+        raise FormatError(f"{where}: shard {record.shards[file[at]].file}", why, int(start[at + 1]), int(end[at]), "index.shared")

@@ -215,11 +215,13 @@ class ShardChecks:
         record = self.record
         size = store.size(path)
         if size != record.size:
-            raise FormatError(f"{store.url}/{path}", f"has {size} bytes, was committed with {record.size}", 0, size)
+            raise FormatError(f"{store.url}/{path}", f"has {size} bytes, was committed with {record.size}", 0, size, "file.size")
         table = np.empty(record.size - record.table_start, dtype=np.uint8)
         store.read_into(path, record.table_start, table)
         if hex_digest(table) != record.table_digest:
-            raise ChecksumError(f"{store.url}/{path}", record.table_start, record.size, what="checksum table")
+            raise ChecksumError(
+                f"{store.url}/{path}", record.table_start, record.size, what="checksum table", clause="table.digest"
+            )
         start, stop = checksums.blocks(record.data_start, record.table_start, self.block_bytes)
         digests = table.view("<u8").astype(np.uint64)[: len(start)]
         return Checks("xxh3-64", start, stop, digests)
@@ -241,9 +243,9 @@ def read_pieces(store: Store, path: str, known: str) -> tuple[Header, ShardNote,
     try:
         note = msgspec.json.decode(header.metadata["ucf"], type=ShardNote)
     except KeyError:
-        raise FormatError(where, "has no ucf metadata: not a shard", 0, header.data_start) from None
+        raise FormatError(where, "has no ucf metadata: not a shard", 0, header.data_start, "header.ucf") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise FormatError(where, f"malformed ucf metadata: {error}", 0, header.data_start) from error
+        raise FormatError(where, f"malformed ucf metadata: {error}", 0, header.data_start, "header.ucf") from error
     if note.version.split(".", 1)[0] != known.split(".", 1)[0]:
         raise FormatError(where, f"shard of format version {note.version}, expected {known}", 0, header.data_start)
     pieces = []
@@ -264,6 +266,6 @@ def read_pieces(store: Store, path: str, known: str) -> tuple[Header, ShardNote,
             if kind.stored != entry.dtype or entry.shape[len(entry.shape) - tail :] != kind.tail or not box.inside(said.shape):
                 raise ValueError(f"box {box} of {said.dtype} {list(said.shape)} can't be {entry.dtype} {list(entry.shape)}")
         except (KeyError, ValueError) as error:
-            raise FormatError(where, f"entry {entry.name!r}: {error}", entry.start, entry.stop) from error
+            raise FormatError(where, f"entry {entry.name!r}: {error}", entry.start, entry.stop, "rebuild.box") from error
         pieces.append(ShardPiece(TensorSpec(said.tensor, said.dtype, said.shape), box, entry.start))
     return header, note, pieces
