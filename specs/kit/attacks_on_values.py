@@ -60,7 +60,8 @@ def trees() -> None:
     for wrong in ("NaN", "Infinity", "-Infinity"):
         value("values.nan", wrong, wrong)
     for wrong in (
-        "nan", "01",
+        "nan",
+        "01",
         "1.",
         ".5",
         "+1",
