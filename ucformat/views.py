@@ -47,6 +47,10 @@ class View:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
     def narrow(self, axis: int, start: int, length: int) -> View:
         """Items [start, start + length) along an axis, as `torch.narrow`."""
         if not 0 <= start <= start + length <= self.shape[axis]:
@@ -54,7 +58,7 @@ class View:
         low = np.maximum(self.offset[:, axis], start)
         high = np.minimum(self.offset[:, axis] + self.length[:, axis], start + length)
         keep = np.flatnonzero(high > low)
-        moved = self.start + (low - self.offset[:, axis]) * self.stride[:, axis] * DTYPES[self.dtype].itemsize
+        moved = self.start + (low - self.offset[:, axis]) * self.stride[:, axis] * self.itemsize
         offset, size = self.offset.copy(), self.length.copy()
         offset[:, axis], size[:, axis] = low - start, high - low
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
@@ -123,7 +127,7 @@ class View:
         offset, length, stride = (np.insert(c[which], axis, 0, axis=1) for c in (self.offset, self.length, self.stride))
         offset[:, axis], length[:, axis], stride[:, axis] = table[:, 2], table[:, 3], step * inner
         offset[:, axis + 1], length[:, axis + 1], stride[:, axis + 1] = table[:, 4], table[:, 5], step
-        start = self.start[which] + skipped * step * DTYPES[self.dtype].itemsize
+        start = self.start[which] + skipped * step * self.itemsize
         return View(self.dtype, shape, self.file[which], start, offset, length, stride)
 
     def flatten(self, axis: int, count: int = 2) -> View:
@@ -157,7 +161,7 @@ class View:
         offset, length = self.offset[row], self.length[row]
         offset[:, axis] += step
         length[which[row], axis] = 1
-        start = self.start[row] + step * self.stride[row, axis] * DTYPES[self.dtype].itemsize
+        start = self.start[row] + step * self.stride[row, axis] * self.itemsize
         return View(self.dtype, self.shape, self.file[row], start, offset, length, self.stride[row])
 
     def reshape(self, *shape: int) -> View:

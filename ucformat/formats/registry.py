@@ -26,9 +26,9 @@ _OWN = MappingProxyType(
     {
         "snapshot": "snapshot",
         "native": "native",
+        "megatron": "megatron",
         "dcp": "dcp",
         "deepspeed": "deepspeed",
-        "megatron": "megatron",
         "dcp-hf": "dcp_hf",
         "fsdp-folders": "fsdp_folders",
         "hf": "hf",

@@ -7,24 +7,23 @@ becomes the canonical one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from ucformat import values
-from ucformat.box import Box
-from ucformat.catalog import Catalog, CatalogBuilder, File, Notes
-from ucformat.containers.zip_read import checks_of
-from ucformat.errors import DTypeMismatchError, FormatError, UcformatError, UnsupportedError
+from ucformat.catalog import Catalog, CatalogBuilder, Notes
+from ucformat.errors import FormatError, UcformatError, UnsupportedError
 from ucformat.formats import notes_file, owned
 from ucformat.formats.contract import Reader, Writer
+from ucformat.formats.dcp.fragments import add_tensor, files_of
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
 from ucformat.formats.dcp.writer import OUTER_KEY, write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical
-from ucformat.pickles.unpickle import Inert, RefusedTensor, StoredTensor, to_values
+from ucformat.pickles.unpickle import Inert, RefusedTensor, to_values
 from ucformat.values.codec import Opaque
 
 NAME = "dcp"
@@ -70,12 +69,12 @@ def open_catalog(source: Source) -> Catalog:
     nest, outer = to_canonical(_nest(metadata, opened), _is_leaf)
     kept, leaves = values.split(nest, _is_leaf)
     builder = CatalogBuilder(store)
-    files = _files(store.size, opened)
+    files = files_of(store.size, opened)
     numbers = {path: builder.file(file) for path, file in files.items()}
     add_leaves(builder, {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, StoredKey)}, files)
     for name, leaf in leaves.items():
         if isinstance(leaf, StoredKey):
-            _add_tensor(builder, name, leaf, opened, numbers)
+            add_tensor(builder, name, leaf, opened, numbers)
     step = kept.get("step") if isinstance(kept, dict) else None
     layout = {**notes_file.read_origin_layout(store), **{OUTER_KEY + key: value for key, value in outer.items()}}
     notes = Notes(NAME, step if type(step) is int else None, remarks=tuple(placeholders(kept)), origin_layout=layout)
@@ -84,51 +83,6 @@ def open_catalog(source: Source) -> Catalog:
 
 def _is_leaf(x: object) -> bool:
     return isinstance(x, StoredKey) or is_tensor(x)
-
-
-def _files(size: Callable[[str], int], opened: Mapping[Chunk, Item]) -> dict[str, File]:
-    """Every file that holds items, with the CRCs of all tensor records in it."""
-    entries: dict[str, dict[int, Any]] = {}
-    for item in opened.values():
-        held = entries.setdefault(item.path, {})
-        held.update((entry.start, entry) for entry in item.data)
-    for path, held in entries.items():
-        stop = 0
-        for start, entry in sorted(held.items()):
-            if start < stop:
-                raise FormatError(path, "two items share bytes", start, stop)
-            stop = entry.stop
-    return {path: File(path, size(path), checks_of(held.values())) for path, held in entries.items()}
-
-
-def _add_tensor(
-    builder: CatalogBuilder, name: str, key: StoredKey, opened: Mapping[Chunk, Item], numbers: Mapping[str, int]
-) -> None:
-    builder.tensor(name, key.dtype, key.shape)
-    for chunk in key.chunks:
-        item = opened.get(chunk)
-        if item is None:
-            continue  # the metadata names no place for it: the planner reports the uncovered box when it is wanted
-        tensor = _checked(builder, name, key, chunk, item)
-        if tensor is not None:
-            stride = None if tensor.contiguous else tensor.stride
-            builder.fragment(name, numbers[item.path], tensor.start, Box(chunk.offset, chunk.length), stride)
-
-
-def _checked(builder: CatalogBuilder, name: str, key: StoredKey, chunk: Chunk, item: Item) -> StoredTensor | None:
-    """The tensor in an item when it is what the metadata promises; None for an empty one that took a chunk's place."""
-    tensor = item.tree
-    if not isinstance(tensor, StoredTensor):
-        raise FormatError(item.path, f"tensor {name!r}: its item holds no tensor", item.start, item.stop)
-    if tensor.dtype != key.dtype:
-        hint = f"{item.path} and .metadata disagree (plan caching with changed dtypes does that): save it again"
-        raise DTypeMismatchError(name, tensor.dtype, key.dtype, hint)
-    if 0 in tensor.shape and 0 not in chunk.length:
-        return None
-    if tensor.shape != chunk.length:
-        why = f"tensor {name!r}: its item has shape {list(tensor.shape)}, the metadata says {list(chunk.length)}"
-        raise FormatError(item.path, why, item.start, item.stop)
-    return tensor
 
 
 # --- the nest ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,6 +59,8 @@ class Metadata:
     """Flat key → path in the nest; integers are list indices."""
     odd: dict[str, str]
     """Flat key → what it is, of entries that are neither values nor tensors of a dtype that we know."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """What Megatron adds for each tensor (`mcore_data`)."""
 
 
 def read_metadata(store: Store) -> Metadata:
@@ -94,7 +96,9 @@ def read_metadata(store: Store) -> Metadata:
         else:
             odd[key] = f"a tensor of {dtype}"
     wanted = dict(_matched(tensors, blobs, places))
-    return Metadata(tuple(tensors), tuple(blobs), wanted, _paths(fields.get("planner_data")), odd)
+    added = fields.get("mcore_data")
+    megatron = {str(key): value for key, value in added.items()} if isinstance(added, dict) else {}
+    return Metadata(tuple(tensors), tuple(blobs), wanted, _paths(fields.get("planner_data")), odd, megatron)
 
 
 _Index = tuple[str, "tuple[int, ...] | None"]
