@@ -16,8 +16,9 @@ from ucformat.formats.source import locate
 from ucformat.reshard.reading.lazy import read
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
-REFUSED = {"pp2dp2": "pipeline", "tp2": "tensor", "moe": "mixture of experts", "uni": "universal"}
-KINDS = sorted(path.name for path in DATA.iterdir() if path.is_dir() and path.name not in REFUSED)
+PARALLEL = sorted(path.name for path in (DATA / "parallel").iterdir())
+"""Runs with pipeline, tensor and expert parallelism (in the folder `parallel`)."""
+KINDS = sorted(path.name for path in DATA.iterdir() if path.is_dir() and path.name != "parallel")
 MORE = DATA.parent / "deepspeed_more"
 """Other models and optimizers."""
 NUMBERED = {"z0", "z0two", "z0sgd", "z0frozen"}
@@ -84,7 +85,8 @@ def load(file: Path) -> Any:
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Rewrite a file with its contents changed in place."""
     tree = load(file)
-    change(tree)
+    with torch.no_grad():
+        change(tree)
     torch.save(tree, file)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.formats.deepspeed_fixtures import DATA, REFUSED, copy_of, edit, model_file, open_kind, optimizer_files, tag_of
+from tests.formats.deepspeed_fixtures import DATA, copy_of, edit, model_file, open_kind, optimizer_files, tag_of
 from ucformat import formats
 from ucformat.errors import (
     ChecksumError,
@@ -28,22 +28,28 @@ from ucformat.errors import (
 from ucformat.formats import deepspeed
 from ucformat.formats.source import locate
 
-
-@pytest.mark.parametrize(("kind", "word"), sorted(REFUSED.items()))
-def test_kinds_of_a_later_release_are_recognised_and_refused_by_name(kind: str, word: str) -> None:
-    source = locate(str(DATA / kind))
-    assert formats.detect(source) is deepspeed.READER
-    with pytest.raises(UnsupportedError, match=f"{word}.*later release"):
-        deepspeed.open_catalog(source)
-
-
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "pipeline": lambda tree: tree.update(module=None),
-    "tensor or pipeline": lambda tree: tree.update(mp_world_size=2),
-    "mixture of experts": lambda tree: tree.update(num_experts=[4]),
     "AutoEP": lambda tree: tree.update(ds_autoep_layers=[{"layer": 0}]),
     "MiCS": lambda tree: tree["ds_config"]["zero_optimization"].update(mics_shard_size=2),
 }
+
+
+GAPS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "layer_00-model_states.pt": lambda tree: tree.update(module=None),
+    "mp_rank_01_model_states.pt": lambda tree: tree.update(mp_world_size=2, checkpoint_parallel_dimensions=None),
+    "mp_rank_02_model_states.pt": lambda tree: tree.update(checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 3}),
+    "layer_0_expert_0_mp_rank_00_model_states.pt": lambda tree: tree.update(num_experts=[4]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(GAPS))
+def test_files_that_the_model_file_speaks_of_and_are_not_there_are_named(name: str, tmp_path: Path) -> None:
+    run = copy_of("z1n3", tmp_path)
+    edit(model_file(run), GAPS[name])
+    if name == "mp_rank_02_model_states.pt":
+        shutil.copy(model_file(run), model_file(run).with_name("mp_rank_01_model_states.pt"))
+    with pytest.raises(MissingFileError, match=name):
+        open_kind(run)
 
 
 @pytest.mark.parametrize("word", sorted(EDITS))

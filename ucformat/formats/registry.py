@@ -28,6 +28,7 @@ _OWN = MappingProxyType(
         "native": "native",
         "megatron": "megatron",
         "dcp": "dcp",
+        "ucp": "ucp",
         "deepspeed": "deepspeed",
         "dcp-hf": "dcp_hf",
         "fsdp-folders": "fsdp_folders",

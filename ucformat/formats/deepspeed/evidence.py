@@ -131,7 +131,7 @@ def check_positions(
     Raises FormatError when a master is another parameter's: the buffers are then not in the order that the files say. A master
     that is nobody's rounded weight is put into the remarks.
     """
-    odd = [name for name in _mismatches(opened, names, parts, pieces, weights) if name in weights]
+    odd = [name for name in mismatches(opened, names, parts, pieces, weights) if name in weights]
     if not odd:
         return
     heads = {name: _first_piece(names, parts, pieces, name) for name in odd}
@@ -150,7 +150,7 @@ def check_positions(
     )
 
 
-def _mismatches(
+def mismatches(
     opened: Opened, names: Sequence[str], parts: Sequence[StoredTensor], pieces: Pieces, weights: Mapping[str, StoredTensor]
 ) -> list[str]:
     """Names whose master weights differ from the stored weight once rounded, as far as samples show."""

@@ -41,9 +41,12 @@ class Model:
         return {name: shape for group in self.shapes for name, shape in group.items()}
 
 
-def parse_model(tree: Mapping[Any, Any], file: str, ranks: Sequence[RankOptim]) -> Model:
-    """Understand a model file. Raises FormatError, UnsupportedError."""
-    module = mapping(tree.get("module"), file, "module")
+def parse_model(tree: Mapping[Any, Any], file: str, ranks: Sequence[RankOptim], weights: object) -> Model:
+    """Understand a model file. `weights`: its module, or what layer and expert files hold.
+
+    Raises FormatError, UnsupportedError.
+    """
+    module = mapping(weights, file, "module")
     tensors: dict[str, StoredTensor] = {}
     rest: dict[str, object] = {}
     for name, value in module.items():
@@ -79,7 +82,7 @@ def frozen_excluded(model: Model, stage: object) -> bool:
 def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> OptimizerState:
     """Add weights and optimizer state of ZeRO-0, 1, 2 and BF16_Optimizer."""
     tensors = model.tensors
-    aliases = _tied(opened, model)
+    aliases = tied(opened, model)
     for name, tensor in tensors.items():
         if name not in aliases:
             opened.tensor(weight(name), tensor)
@@ -104,7 +107,7 @@ def add_whole(opened: Opened, model: Model, ranks: Sequence[RankOptim]) -> Optim
     return found
 
 
-def _tied(opened: Opened, model: Model) -> dict[str, str]:
+def tied(opened: Opened, model: Model) -> dict[str, str]:
     """Tied name → owner: as recorded where the values agree, and what lies at the same bytes. The owner is the trained one."""
     tensors, trained = model.tensors, model.trained
     aliases: dict[str, str] = {}
@@ -170,12 +173,12 @@ def add_sliced(opened: Opened, model: Model, ranks: Sequence[RankOptim], others:
     if low:
         opened.remarks.append(f"ZeRO-3 stores master weights only: model/* are those, and the run computed in {', '.join(low)}")
     if frozen:
-        _add_frozen(opened, frozen, [model.tree, *others])
+        add_frozen(opened, frozen, [model.tree, *others])
     _add_aliases(opened, aliases, found)
     return found
 
 
-def _add_frozen(opened: Opened, frozen: Shapes, trees: Sequence[Mapping[Any, Any]]) -> None:
+def add_frozen(opened: Opened, frozen: Shapes, trees: Sequence[Mapping[Any, Any]]) -> None:
     """Frozen weights of ZeRO-3, of which every rank's model file has its slice."""
     for name, shape in frozen.items():
         parts: list[StoredTensor] = []

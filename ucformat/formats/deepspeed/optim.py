@@ -56,6 +56,8 @@ class RankOptim:
     """Plain entries: loss scale, clipping, versions."""
     shapes: object = None
     """`param_shapes`, where an old version wrote it here instead of into the model file."""
+    dp: int = 0
+    """Its data-parallel rank."""
 
 
 def mapping(value: object, file: str, what: str) -> Mapping[Any, Any]:

@@ -17,26 +17,65 @@ _COMPARED_ITEMS = 1 << 20  # larger tensors count as different: none that belong
 _SHOWN = 60  # characters of a value in a remark
 
 
-def unite(opened: Opened, held: Sequence[object], files: Sequence[str], what: str) -> object:
-    """The value that all ranks hold, or a RankLocal of all their values, and a remark on `what`, when they differ."""
+Coords = Mapping[str, int]
+"""Mesh coordinates of a file: `dp`, and `pp` and `tp` where there are several."""
+
+
+def unite(
+    opened: Opened, held: Sequence[object], files: Sequence[str], what: str, coords: Sequence[Coords] | None = None
+) -> object:
+    """The value that all ranks hold, or a RankLocal of all their values, and a remark on `what`, when they differ.
+
+    `coords` says where they were held: data-parallel ranks in order when it is None. Values that are RankLocal already are
+    those of the data-parallel ranks at that place.
+    """
+    where = [{"dp": rank} for rank in range(len(held))] if coords is None else [dict(at) for at in coords]
+    if coords is not None and any(isinstance(value, RankLocal) for value in held):
+        plain = (
+            value if isinstance(value, RankLocal) else to_values(value, file) for value, file in zip(held, files, strict=True)
+        )
+        return _joined(list(plain), where)
     values = [to_values(value, file) for value, file in zip(held, files, strict=True)]
     forms = [_form(opened, value) for value in values]
     if all(form == forms[0] for form in forms):
         return held[0]
     odd = next(rank for rank, form in enumerate(forms) if form != forms[0])
     shown = (
-        f": {str(values[0])[:_SHOWN]} on rank 0, {str(values[odd])[:_SHOWN]} on rank {odd}"
+        f": {str(values[0])[:_SHOWN]} on rank {_rank(where[0])}, {str(values[odd])[:_SHOWN]} on rank {_rank(where[odd])}"
         if all(isinstance(value, (bool, int, float, str)) for value in (values[0], values[odd]))
         else ""
     )
     opened.remarks.append(f"{what} differs between ranks{shown}: kept for each rank")
-    return RankLocal("error", tuple({"dp": rank} for rank in range(len(values))), tuple(values))
+    return RankLocal("error", tuple(where), tuple(values))
 
 
-def unite_each(opened: Opened, held: Sequence[Mapping[Any, Any]], files: Sequence[str], what: str) -> dict[Any, Any]:
+def _rank(at: Coords) -> str:
+    """A place for a message: the bare number where there is only data parallelism."""
+    return str(at["dp"]) if set(at) == {"dp"} else " ".join(f"{axis} {at[axis]}" for axis in at)
+
+
+def _joined(held: Sequence[object], where: Sequence[dict[str, int]]) -> RankLocal:
+    """One RankLocal of all places, of which some have one of their data-parallel ranks."""
+    coords: list[dict[str, int] | None] = []
+    values: list[object] = []
+    for value, at in zip(held, where, strict=True):
+        each = zip(value.coords, value.values, strict=True) if isinstance(value, RankLocal) else [(None, value)]
+        for own, item in each:
+            coords.append({**at, **(own or {})})
+            values.append(item)
+    return RankLocal("error", tuple(coords), tuple(values))
+
+
+def unite_each(
+    opened: Opened,
+    held: Sequence[Mapping[Any, Any]],
+    files: Sequence[str],
+    what: str,
+    coords: Sequence[Coords] | None = None,
+) -> dict[Any, Any]:
     """As `unite`, for each key that any rank has; one that a rank lacks is None there."""
     keys = dict.fromkeys(key for mapping in held for key in mapping)
-    return {key: unite(opened, [mapping.get(key) for mapping in held], files, f"{what} {key!r}") for key in keys}
+    return {key: unite(opened, [mapping.get(key) for mapping in held], files, f"{what} {key!r}", coords) for key in keys}
 
 
 def _form(opened: Opened, value: Any) -> object:

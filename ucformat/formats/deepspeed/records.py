@@ -46,6 +46,17 @@ class Opened:
         self._blocks: list[tuple[Sequence[str], FragmentTable]] = []
         self._inline: dict[tuple[str, bytes], int] = {}
 
+    def fork(self) -> Opened:
+        """Another catalog in the making, over the same files: they have the same numbers in both. Remarks are shared."""
+        other = Opened(self.store)
+        other.builder.files, other.remarks, other._ids, other._inline = self.builder.files, self.remarks, self._ids, self._inline
+        return other
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """All files that were opened, by any fork."""
+        return tuple(self.builder.files)
+
     def trees(self, paths: Sequence[str]) -> list[Any]:
         """The decoded contents of files, opened side by side. Raises what `open_torch_zip` raises."""
 
@@ -81,13 +92,17 @@ class Opened:
 
     def inline(self, name: str, dtype: str, shape: Sequence[int], data: bytes, origin: str) -> None:
         """Add a small tensor whose bytes were computed here, from what `origin` says. Equal ones share them."""
+        self.builder.tensor(name, dtype, shape)
+        self.builder.fragment(name, self.add_inline(data, origin), 0, Box.whole(tuple(shape)))
+
+    def add_inline(self, data: bytes, origin: str) -> int:
+        """The number of a file of bytes that were computed here, from what `origin` says."""
         key = (origin, data)
         if key not in self._inline:
             self._inline[key] = self.builder.file(File(origin, len(data), inline=data))
-        self.builder.tensor(name, dtype, shape)
-        self.builder.fragment(name, self._inline[key], 0, Box.whole(tuple(shape)))
+        return self._inline[key]
 
-    def build(self, values: object, notes: Notes) -> Catalog:
+    def build(self, values: object = None, notes: Notes | None = None) -> Catalog:
         """The catalog of everything that was added."""
         catalog = self.builder.build(values, notes)
         number = {spec.name: i for i, spec in enumerate(catalog.tensors)}

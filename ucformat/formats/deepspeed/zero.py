@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucformat.errors import FormatError
-from ucformat.formats.deepspeed.evidence import check_positions
-from ucformat.formats.deepspeed.flat import EvenSlices, Geometry, ParameterSlices, fill_buffers, slice_elements
+from ucformat.formats.deepspeed.evidence import check_positions, mismatches
+from ucformat.formats.deepspeed.experts import expert_orders, rename_experts
+from ucformat.formats.deepspeed.flat import EvenSlices, Geometry, ParameterSlices, Pieces, fill_buffers, slice_elements
 from ucformat.formats.deepspeed.optim import MAX_ITEMS, RankOptim, mapping, sequence
 from ucformat.formats.deepspeed.per_rank import unite, unite_each
 from ucformat.formats.deepspeed.records import Opened, dense, state
@@ -78,18 +79,20 @@ def add_optimizer(
     Raises FormatError when files and shapes disagree, or masters are those of other parameters.
     """
     _same_structure(ranks)
-    geometries = _geometries(ranks, shapes)
-    names = [name for geometry in geometries for name in geometry.shapes]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    groups = _buffers(opened, ranks, shapes, weights or {})
+    names = [[name for buffer in buffers for name in buffer.geometry.shapes] for buffers in groups]
+    flat = [name for group in names for name in group]
+    if len(set(flat)) < len(flat):
+        twice = next(name for name in flat if flat.count(name) > 1)
         raise FormatError(ranks[0].path, f"parameter {twice!r} is in two groups")
     found = OptimizerState()
-    for g, geometry in enumerate(geometries):
-        _add_group(opened, geometry, ranks, g, master, found)
-        pieces = geometry.pieces([rank.groups[g].master.shape[0] for rank in ranks]) if weights else None
-        if weights and pieces is not None:
-            check_positions(opened, list(geometry.shapes), [rank.groups[g].master for rank in ranks], pieces, weights)
-    found.values["param_groups"] = _param_groups(opened, ranks, geometries, found)
+    for g, buffers in enumerate(groups):
+        for buffer in buffers:
+            _add_group(opened, buffer, g, master, found)
+            pieces = buffer.pieces(g) if weights else None
+            if weights and pieces is not None:
+                check_positions(opened, list(buffer.geometry.shapes), buffer.masters(g), pieces, weights)
+    found.values["param_groups"] = _param_groups(opened, ranks, names, found)
     found.extra.update(unite_each(opened, [rank.values for rank in ranks], [rank.path for rank in ranks], "the optimizer's"))
     return found
 
@@ -107,39 +110,93 @@ def _same_structure(ranks: Sequence[RankOptim]) -> None:
             raise FormatError(rank.path, f"its groups are not those of {first.path}: left over from another run?")
 
 
-def _geometries(ranks: Sequence[RankOptim], shapes: Sequence[Shapes]) -> Sequence[Geometry]:
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """One flat buffer, and the ranks that hold it: all of them, or for experts those that train the same ones."""
+
+    ranks: Sequence[RankOptim]
+    geometry: Geometry
+    label: str
+    """What it is called where it is kept as it is."""
+
+    def masters(self, g: int) -> list[StoredTensor]:
+        return [rank.groups[g].master for rank in self.ranks]
+
+    def pieces(self, g: int) -> Pieces | None:
+        return self.geometry.pieces([master.shape[0] for master in self.masters(g)])
+
+
+def _buffers(
+    opened: Opened, ranks: Sequence[RankOptim], shapes: Sequence[Shapes], weights: Mapping[str, StoredTensor]
+) -> list[list[_Buffer]]:
+    """The buffers of each group: one, but for experts that are spread over ranks one for each share of them."""
+    if ranks[0].sliced:
+        return [[_Buffer(ranks, geometry, str(g))] for g, geometry in enumerate(_sliced(ranks, shapes))]
     first, world = ranks[0], len(ranks)
-    if first.sliced:
-        sizes = [group.master.shape[0] for group in first.groups]
-        spread: Sequence[Shapes] | None = shapes
-        if [slice_elements(group, world) for group in shapes] != sizes:
-            spread = fill_buffers({name: shape for group in shapes for name, shape in group.items()}, sizes, world)
-        if spread is None:
-            raise FormatError(first.path, f"its buffers of {sizes} elements do not fit param_shapes over {world} ranks")
-        return [ParameterSlices(group) for group in spread]
     if len(shapes) != len(first.groups):
         raise FormatError(first.path, f"{len(first.groups)} groups, and param_shapes has {len(shapes)}")
-    geometries = []
+    groups: list[list[_Buffer]] = []
     for g, group in enumerate(shapes):
-        alignment = first.alignment[g] if g < len(first.alignment) else [0] * len(group)
-        if len(alignment) != len(group):
-            raise FormatError(first.path, f"{len(alignment)} alignment paddings for {len(group)} parameters of group {g}")
-        recorded = sum(rank.paddings[g] for rank in ranks if rank.paddings)
-        geometries.append(EvenSlices(group, alignment, tail=max(recorded, 2 * world - 1)))  # padded to a multiple of 2 * world
-    return geometries
+        count = first.counts[g] if first.counts else world
+        if count == world:
+            groups.append([_Buffer(ranks, _even(ranks, group, g), str(g))])
+            continue
+        named = [rename_experts(group, share, world // count) for share in range(world // count)]
+
+        def arranged(order: Sequence[Sequence[int]], g: int = g, named: Sequence[Shapes] = named) -> list[_Buffer]:
+            held = [[ranks[dp] for dp in members] for members in order]
+            return [
+                _Buffer(members, _even(members, own, g), f"{g}/ep{share}")
+                for share, (members, own) in enumerate(zip(held, named, strict=True))
+            ]
+
+        orders = [arranged(order) for order in expert_orders(world, count)]
+        groups.append(_proven(opened, orders, g, weights))
+    return groups
 
 
-def _add_group(
-    opened: Opened,
-    geometry: Geometry,
-    ranks: Sequence[RankOptim],
-    g: int,
-    master: Callable[[str], str],
-    found: OptimizerState,
-) -> None:
-    """One flat buffer of every rank: master weights, then each state of the optimizer."""
+def _proven(opened: Opened, orders: Sequence[list[_Buffer]], g: int, weights: Mapping[str, StoredTensor]) -> list[_Buffer]:
+    """The order of ranks in which the masters of experts are the stored weights, as far as samples show."""
+    odd: list[str] = []
+    for buffers in orders:
+        odd = []
+        for buffer in buffers:
+            pieces = buffer.pieces(g)
+            odd += [] if pieces is None else mismatches(opened, list(buffer.geometry.shapes), buffer.masters(g), pieces, weights)
+        if not odd:
+            return buffers
+    path = orders[0][0].ranks[0].path
+    raise FormatError(
+        path, f"the master weights of experts are not the stored weights, whichever ranks held which of them ({odd[0]!r} differs)"
+    )
+
+
+def _sliced(ranks: Sequence[RankOptim], shapes: Sequence[Shapes]) -> Sequence[Geometry]:
+    """The buffers of ZeRO-3."""
+    first, world = ranks[0], len(ranks)
+    sizes = [group.master.shape[0] for group in first.groups]
+    spread: Sequence[Shapes] | None = shapes
+    if [slice_elements(group, world) for group in shapes] != sizes:
+        spread = fill_buffers({name: shape for group in shapes for name, shape in group.items()}, sizes, world)
+    if spread is None:
+        raise FormatError(first.path, f"its buffers of {sizes} elements do not fit param_shapes over {world} ranks")
+    return [ParameterSlices(group) for group in spread]
+
+
+def _even(ranks: Sequence[RankOptim], group: Shapes, g: int) -> EvenSlices:
+    """A buffer of ZeRO-1, ZeRO-2 or BF16_Optimizer that these ranks share."""
+    first = ranks[0]
+    alignment = first.alignment[g] if g < len(first.alignment) else [0] * len(group)
+    if len(alignment) != len(group):
+        raise FormatError(first.path, f"{len(alignment)} alignment paddings for {len(group)} parameters of group {g}")
+    recorded = sum(rank.paddings[g] for rank in ranks if rank.paddings)
+    return EvenSlices(group, alignment, tail=max(recorded, 2 * len(ranks) - 1))  # padded to a multiple of twice the ranks
+
+
+def _add_group(opened: Opened, buffer: _Buffer, g: int, master: Callable[[str], str], found: OptimizerState) -> None:
+    """One flat buffer: master weights, then each state of the optimizer."""
+    ranks, geometry, masters = buffer.ranks, buffer.geometry, buffer.masters(g)
     groups = [rank.groups[g] for rank in ranks]
-    masters = [group.master for group in groups]
     if not _add_flat(opened, geometry, masters, master):
         lengths = [tensor.shape[0] for tensor in masters]
         need = sum(map(math.prod, geometry.shapes.values()))
@@ -151,7 +208,7 @@ def _add_group(
     for name in geometry.shapes:
         found.note(name, "fp32")
     for key in dict.fromkeys(key for group in groups for key in group.state):
-        _add_state(opened, geometry, ranks, g, key, found)
+        _add_state(opened, buffer, g, key, found)
 
 
 def _add_flat(opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor], name_of: Callable[[str], str]) -> bool:
@@ -163,8 +220,9 @@ def _add_flat(opened: Opened, geometry: Geometry, tensors: Sequence[StoredTensor
     return True
 
 
-def _add_state(opened: Opened, geometry: Geometry, ranks: Sequence[RankOptim], g: int, key: str, found: OptimizerState) -> None:
+def _add_state(opened: Opened, buffer: _Buffer, g: int, key: str, found: OptimizerState) -> None:
     """One state of one flat buffer, whatever it is: like the weights, a scalar, a number, or something else."""
+    ranks, geometry = buffer.ranks, buffer.geometry
     for rank in ranks:
         if key not in rank.groups[g].state:
             raise FormatError(rank.path, f"group {g} has no {key!r}, which other ranks have: left over from another run?")
@@ -174,7 +232,7 @@ def _add_state(opened: Opened, geometry: Geometry, ranks: Sequence[RankOptim], g
     ]
     names = geometry.shapes
     if not tensors:
-        if key == "step" or _is_alike(opened, ranks, g, key, held, found):
+        if key == "step" or _is_alike(opened, buffer, key, held, found):
             _add_value(opened, names, ranks, key, held, found)
         return
     if len(tensors) < len(ranks):
@@ -182,24 +240,23 @@ def _add_state(opened: Opened, geometry: Geometry, ranks: Sequence[RankOptim], g
     if all(tensor.shape == () for tensor in tensors):
         if key == "step":
             _same_step([_number(data, t.dtype) for data, t in zip(opened.bytes_of(tensors), tensors, strict=True)], ranks)
-        if not _is_alike(opened, ranks, g, key, tensors, found):
+        if not _is_alike(opened, buffer, key, tensors, found):
             return
         for name in names:
             opened.tensor(state(name, key), tensors[0])
     elif not _is_flat(tensors) or not _add_flat(opened, geometry, tensors, lambda name: state(name, key)):
-        _add_raw(opened, tensors, key, ranks, g)
+        _add_raw(opened, tensors, key, buffer, g)
         return
     for name in names:
         found.note(name, key)
 
 
-def _is_alike(
-    opened: Opened, ranks: Sequence[RankOptim], g: int, key: str, held: Sequence[object], found: OptimizerState
-) -> bool:
+def _is_alike(opened: Opened, buffer: _Buffer, key: str, held: Sequence[object], found: OptimizerState) -> bool:
     """Whether all ranks hold the same. Else it is a statistic of each rank's buffer, and is kept as that."""
-    value = unite(opened, held, [rank.path for rank in ranks], f"optimizer state {key!r} of flat group {g}")
+    files, coords = [rank.path for rank in buffer.ranks], [{"dp": rank.dp} for rank in buffer.ranks]
+    value = unite(opened, held, files, f"optimizer state {key!r} of flat group {buffer.label}", coords)
     if isinstance(value, RankLocal):
-        found.per_rank.setdefault(str(g), {})[key] = value
+        found.per_rank.setdefault(buffer.label, {})[key] = value
     return not isinstance(value, RankLocal)
 
 
@@ -230,19 +287,19 @@ def add_step(opened: Opened, names: Iterable[str], value: float, file: str, foun
         found.note(name, "step")
 
 
-def _add_raw(opened: Opened, tensors: Sequence[StoredTensor], key: str, ranks: Sequence[RankOptim], g: int) -> None:
+def _add_raw(opened: Opened, tensors: Sequence[StoredTensor], key: str, buffer: _Buffer, g: int) -> None:
     """Keep state that belongs to a rank's whole buffer (statistics, quantisation tables) as it is, under its rank."""
+    ranks = buffer.ranks
     like_weights = [tensor.shape == rank.groups[g].master.shape for tensor, rank in zip(tensors, ranks, strict=True)]
     if any(like_weights):  # then it is per element, and must be so on every rank
         odd = like_weights.index(False) if False in like_weights else 0
         raise FormatError(
             ranks[odd].path, f"{key!r} of group {g} is {tensors[odd].dtype} {list(tensors[odd].shape)}, unlike its weights"
         )
-    for rank, tensor in enumerate(tensors):
-        opened.tensor(join_name("deepspeed", "optimizer_state", str(g), key, str(rank)), tensor)
-    opened.remarks.append(
-        f"optimizer state {key!r} of group {g} is not per element: kept per rank as deepspeed/optimizer_state/{g}/{key}/<rank>"
-    )
+    for rank, tensor in zip(ranks, tensors, strict=True):
+        opened.tensor(join_name("deepspeed", "optimizer_state", *buffer.label.split("/"), key, str(rank.dp)), tensor)
+    kept = f"kept per rank as deepspeed/optimizer_state/{buffer.label}/{key}/<rank>"
+    opened.remarks.append(f"optimizer state {key!r} of group {g} is not per element: {kept}")
 
 
 def _number(data: bytes, dtype: str) -> object:
@@ -260,7 +317,7 @@ def _same_step(steps: Sequence[object], ranks: Sequence[RankOptim]) -> None:
 
 
 def _param_groups(
-    opened: Opened, ranks: Sequence[RankOptim], geometries: Sequence[Geometry], found: OptimizerState
+    opened: Opened, ranks: Sequence[RankOptim], names_of: Sequence[Sequence[str]], found: OptimizerState
 ) -> list[dict[str, object]]:
     """Hyper-parameters of each group with parameter names; a step count among them becomes each parameter's.
 
@@ -269,7 +326,7 @@ def _param_groups(
     first, files = ranks[0], [rank.path for rank in ranks]
     groups: list[dict[str, object]] = []
     for g, members in enumerate(first.members):
-        names = [name for i in members for name in geometries[i].shapes]
+        names = [name for i in members for name in names_of[i]]
         held = [{} if rank.param_groups is None else rank.param_groups[g] for rank in ranks]
         hyper = unite_each(opened, held, files, f"of param group {g} the hyper-parameter")
         stepped = any("step" in found.states.get(name, []) for name in names)
