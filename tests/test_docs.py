@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ucformat
 from tests.packages import install_page
 from ucformat import errors
 from ucformat.cli.app import run
@@ -54,6 +55,12 @@ def test_the_examples_of_a_page_run(
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_reference_names_all_that_is_public() -> None:
+    page = (ROOT / "docs/reference.md").read_text()
+    assert [name for name in ucformat.__all__ if not re.search(rf"`{name}\b|\b{name}\b`", page)] == []
+    assert all(getattr(ucformat, name) is not None for name in ucformat.__all__)
 
 
 def test_troubleshooting_knows_every_error() -> None:

@@ -5,6 +5,7 @@ report = ucformat.load("runs/a", into=state)         # newest committed step, on
 report = ucformat.resume("runs/a", into=state)       # the same, or None when there is nothing yet
 ucformat.open("runs/a")["model/wte.weight"][0:8]     # reads just these bytes
 ucformat.convert("runs/a", "out", to="hf")
+ucformat.inspect("runs/a").tensors                   # what is in it, without reading any tensor
 snap = ucformat.Snapshotter(state, directory="/dev/shm/run")   # keeps every step in memory, see docs/snapshots.md
 """
 
@@ -15,15 +16,20 @@ from ucformat import errors
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from ucformat.api import convert, diff, latest, load, open, prune, resume, save, steps, verify  # noqa: A004  # the verb that users expect
+    from ucformat.api import convert, diff, inspect, latest, load, open, prune, resume, save, steps, verify  # noqa: A004  # the verb that users expect
     from ucformat.reshard.convert import ConvertReport
-    from ucformat.reshard.diff import Diff
+    from ucformat.reshard.diff import Diff, Difference
+    from ucformat.reshard.inspect import FileInfo, FragmentInfo, Inspection, TensorInfo
     from ucformat.reshard.load import LoadReport
+    from ucformat.reshard.prune import Leftover
     from ucformat.reshard.reading.lazy import Checkpoint, LazyTensor
+    from ucformat.reshard.selection.mesh_layout import MeshLayout
     from ucformat.reshard.state.hf_names import hf_state
     from ucformat.reshard.state.markers import FlatShard, RankLocalItem, Shard, rank_local
-    from ucformat.reshard.verify import Verification
+    from ucformat.reshard.verify import Damage, Verification
     from ucformat.snapshot.keeper.handoff import Persist
+    from ucformat.snapshot.report import SnapshotReport, StepReport
+    from ucformat.snapshot.restore import Restored
     from ucformat.snapshot.snapshotter import Snapshotter
     from ucformat.values.codec import Opaque, RankLocal
 
@@ -38,10 +44,19 @@ __all__ = [
     "latest",
     "verify",
     "diff",
+    "inspect",
     "LoadReport",
     "ConvertReport",
+    "MeshLayout",
     "Verification",
+    "Damage",
     "Diff",
+    "Difference",
+    "Inspection",
+    "TensorInfo",
+    "FragmentInfo",
+    "FileInfo",
+    "Leftover",
     "hf_state",
     "Shard",
     "FlatShard",
@@ -53,21 +68,31 @@ __all__ = [
     "LazyTensor",
     "Snapshotter",
     "Persist",
+    "Restored",
+    "SnapshotReport",
+    "StepReport",
     "UcformatError",
     "errors",
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("convert", "diff", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"), "api"),
+    **dict.fromkeys(
+        ("convert", "diff", "inspect", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"), "api"
+    ),
     "LoadReport": "reshard.load",
     "ConvertReport": "reshard.convert",
-    "Verification": "reshard.verify",
-    "Diff": "reshard.diff",
+    **dict.fromkeys(("Damage", "Verification"), "reshard.verify"),
+    **dict.fromkeys(("Diff", "Difference"), "reshard.diff"),
+    **dict.fromkeys(("FileInfo", "FragmentInfo", "Inspection", "TensorInfo"), "reshard.inspect"),
+    "Leftover": "reshard.prune",
+    "MeshLayout": "reshard.selection.mesh_layout",
     **dict.fromkeys(("Checkpoint", "LazyTensor"), "reshard.reading.lazy"),
     **dict.fromkeys(("FlatShard", "RankLocalItem", "Shard", "rank_local"), "reshard.state.markers"),
     "hf_state": "reshard.state.hf_names",
     **dict.fromkeys(("Opaque", "RankLocal"), "values.codec"),
     "Persist": "snapshot.keeper.handoff",
+    "Restored": "snapshot.restore",
+    **dict.fromkeys(("SnapshotReport", "StepReport"), "snapshot.report"),
     "Snapshotter": "snapshot.snapshotter",
 }
 

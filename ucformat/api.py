@@ -19,6 +19,7 @@ from ucformat.formats.source import locate
 from ucformat.group import Group, current
 from ucformat.naming import Rename, rename_catalog
 from ucformat.reshard import diff as differences
+from ucformat.reshard import inspect as inspecting
 from ucformat.reshard import verify as verifying
 from ucformat.reshard.convert import convert
 from ucformat.reshard.load import LoadOptions, LoadReport, load_state
@@ -30,7 +31,7 @@ from ucformat.reshard.selection.select import expect_matches, narrow
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
-__all__ = ["convert", "diff", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"]
+__all__ = ["convert", "diff", "inspect", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"]
 _LOG = logging.getLogger("ucformat")
 LOOKS = 20  # for a checkpoint that changes while it is read: each time, another writer has committed
 T = TypeVar("T")
@@ -284,6 +285,17 @@ def open(path: StrPath, *, step: int | None = None) -> Checkpoint:  # noqa: A001
     FormatError, VersionError, UnsupportedError.
     """
     return Checkpoint(formats.open_catalog(os.fspath(path), checked_step(step)))
+
+
+def inspect(path: StrPath, *, step: int | None = None, select: Sequence[str] = (), boxes: bool = False) -> inspecting.Inspection:
+    """What is in a checkpoint of any format: names, dtypes, shapes, values, files. Reads metadata only.
+
+    `select`: only tensors and values that match one of these globs (`model/*`). `boxes`: of each tensor, also which box of it
+    lies where in which file. Raises what `open` raises, and UnsupportedError for a pattern that matches nothing.
+    """
+    where = os.fspath(path)
+    name, catalog = formats.open_named(where, checked_step(step))
+    return inspecting.inspect(catalog, where, name, select, boxes=boxes)
 
 
 def steps(path: StrPath) -> list[int]:

@@ -31,7 +31,7 @@ from ucformat.naming import Rename, rename_catalog, unwrap_model
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, refuse_expanded, wants
 from ucformat.reshard.restoring import master_weights
-from ucformat.reshard.selection.mesh_layout import MeshLayout, cut
+from ucformat.reshard.selection.mesh_layout import MeshLayout, cut, parse
 from ucformat.reshard.selection.precision import Precision, converted, dtype_of, is_kept
 from ucformat.reshard.selection.select import Chosen, choose
 from ucformat.storage.open import open_store
@@ -121,7 +121,7 @@ def convert(
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rename: Rename = (),
-    layout: MeshLayout | None = None,
+    layout: MeshLayout | str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -138,7 +138,8 @@ def convert(
     match a glob in `keep_dtype` and those that the model's library keeps wide in half precision (the report lists these);
     optimizer state and integers are never converted, and quantised models are refused without `keep_dtype`. Of mixed-precision
     runs that keep master weights (DeepSpeed), converted weights are made of those, so that F32 is exact. `companions`: a model
-    directory whose configuration, tokenizer and the like go along, instead of the source's.
+    directory whose configuration, tokenizer and the like go along, instead of the source's. `layout` cuts the tensors for a mesh,
+    one file per rank: `dp=2,tp=4`, or the JSON of a rule file.
 
     Raises what `prepare` and the target's writer raise; then `dst` is as it was.
     """
@@ -154,7 +155,7 @@ def convert(
             select=select,
             exclude=exclude,
             rename=rename,
-            layout=layout,
+            layout=parse(layout) if isinstance(layout, str) else layout,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
         )
