@@ -1,24 +1,34 @@
-"""The ranks that act together: object exchange and shared failure over torch.distributed, or a single process.
+"""The ranks that act together: exchange of small things and shared failure over torch.distributed, or a single process.
 
-Only small objects travel here (structure, digests, errors); tensor data never does. Every call is bounded by the
-timeout of the process group. A single process, such as a keeper of snapshots, gets along without torch.
+Structure, digests and errors travel here; tensor data never does. Every call is bounded by the timeout of the process group. A
+single process, such as a keeper of snapshots, gets along without torch.
+
+At thousands of ranks an object of every rank on every rank is too much. So ranks exchange a few numbers each (`numbers`), reduce
+them (`any_rank`, `maximum`), and let objects that many of them have alike travel once (`distinct`, `gather_from`).
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
 from ucformat.errors import RankFailedError, UcformatError
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 T = TypeVar("T")
+Number = TypeVar("Number", np.int64, np.uint8)
 ANSWER_S = 5.0  # after a collective failed: ranks that are alive have met the same failure by then, and say so
 RECENT_S = 120.0  # an answer given longer ago was about another failure; hosts' clocks differ by less
 _EXCHANGE = "exchanging metadata between ranks"
@@ -65,8 +75,61 @@ class Group:
             dist.broadcast_object_list(box, group=self.process_group, group_src=0)
         return box[0]
 
-    def exchange(self, item: T, what: str, error: Exception | None = None) -> list[T]:
-        """Every rank's item, or one error on every rank: when any rank brings one, all raise, and all the same class.
+    def gather_from(self, item: T | None, ranks: Sequence[int], what: str = _EXCHANGE) -> dict[int, T]:
+        """The items of `ranks`, on rank 0; nothing elsewhere. All ranks call it with the same `ranks`. Raises as `all_gather`."""
+        if self.rank != 0:
+            if self.rank in ranks:
+                with self._answering(what):
+                    self._send(item)
+            return {}
+        with self._answering(what):
+            return {rank: cast("T", item if rank == 0 else self._receive(rank)) for rank in ranks}
+
+    def distinct(self, item: T, key: bytes | None = None, what: str = _EXCHANGE) -> list[T]:
+        """All different items, on every rank, in the order of the first ranks that have them. Each travels once.
+
+        Items are alike when their `key` is; by default it is their pickle, which may differ for items that are equal: then they
+        travel more than once.
+        """
+        if self.size == 1:
+            return [item]
+        digest = words(xxhash.xxh3_128_intdigest(pickle.dumps(item) if key is None else key))
+        first = first_of_each(self.numbers(digest, what))
+        found = self.gather_from(item if self.rank in first else None, first, what)
+        return self.broadcast(list(found.values()), what)
+
+    def numbers(self, row: Sequence[int], what: str = _EXCHANGE) -> NDArray[np.int64]:
+        """(size, len(row)) every rank's row of 64-bit integers, on every rank. Raises as `all_gather`."""
+        own = np.array([row], dtype=np.int64)
+        if self.size == 1:
+            return own
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.from_numpy(own).to(self._device())
+        rows = mine.new_empty((self.size, len(row)))
+        with self._answering(what):
+            dist.all_gather_into_tensor(rows, mine, group=self.process_group)
+        return rows.cpu().numpy()
+
+    def maximum(self, values: NDArray[Number], what: str = _EXCHANGE) -> NDArray[Number]:
+        """The largest of the ranks' values at each place; all bring as many, int64 or uint8. Raises as `all_gather`."""
+        if self.size == 1:
+            return values
+        import torch
+        import torch.distributed as dist
+
+        merged = torch.from_numpy(values.copy()).to(self._device())
+        with self._answering(what):
+            dist.all_reduce(merged, dist.ReduceOp.MAX, group=self.process_group)
+        return cast("NDArray[Number]", merged.cpu().numpy())
+
+    def any_rank(self, flag: bool, what: str = _EXCHANGE) -> bool:
+        """Whether any rank says so. Raises as `all_gather`."""
+        return bool(self.maximum(np.array([flag], dtype=np.uint8), what)[0])
+
+    def resolve(self, what: str, error: Exception | None) -> None:
+        """Meet all ranks, each with its error if it has one: when any rank has, all raise, and all the same class.
 
         That is the error of the lowest rank that has one where it is one of ucformat's, else RankFailedError. Where all ranks
         bring the same class, each raises its own.
@@ -74,11 +137,11 @@ class Group:
         if self.size == 1:
             if error is not None:
                 raise error
-            return [item]
-        brought = self.all_gather((item, None if error is None else _Failure.of(error)), what)
-        failed = {rank: failure for rank, (_, failure) in enumerate(brought) if failure is not None}
-        if not failed:
-            return [theirs for theirs, _ in brought]
+            return
+        if not self.any_rank(error is not None, what):
+            return
+        failures = self.all_gather(None if error is None else _Failure.of(error), what)
+        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
         first = min(failed)
         alike = len({failure.kind for failure in failed.values()}) == 1 and len(failed) == self.size
         if error is not None and (alike or (first == self.rank and isinstance(error, UcformatError))):
@@ -86,10 +149,6 @@ class Group:
         messages = {rank: failure.message for rank, failure in failed.items()}
         met = failed[first].error
         raise RankFailedError(what, messages) if met is None else met.of_rank(first, messages) from error
-
-    def resolve(self, what: str, error: Exception | None) -> None:
-        """Meet all ranks, each with its error if it has one: see `exchange`."""
-        self.exchange(None, what, error)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -100,6 +159,26 @@ class Group:
         except Exception as caught:
             error = caught
         self.resolve(what, error)
+
+    def _device(self) -> torch.device:
+        """Where the backend takes tensors from."""
+        import torch
+        import torch.distributed as dist
+
+        kinds = str(dist.get_backend(self.process_group))
+        return torch.device("cuda", torch.cuda.current_device()) if kinds == "nccl" else torch.device("cpu")
+
+    def _send(self, item: object) -> None:
+        import torch.distributed as dist
+
+        dist.send_object_list([item], group=self.process_group, group_dst=0, device=self._device())
+
+    def _receive(self, rank: int) -> object:
+        import torch.distributed as dist
+
+        box: list[object] = [None]
+        dist.recv_object_list(box, group=self.process_group, group_src=rank, device=self._device())
+        return box[0]
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
@@ -160,6 +239,21 @@ class _Failure:
     def of(cls, error: Exception) -> _Failure:
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         return cls(name, f"{type(error).__name__}: {error}", error if isinstance(error, UcformatError) else None)
+
+
+def words(digest: int) -> tuple[int, int]:
+    """A digest of 128 bits as two numbers for `Group.numbers`."""
+    return word(digest >> 64), word(digest & ((1 << 64) - 1))
+
+
+def word(digest: int) -> int:
+    """A digest of 64 bits as a number for `Group.numbers`."""
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def first_of_each(rows: NDArray[np.int64]) -> list[int]:
+    """The first rank of those that have the same row, for each different row, ascending."""
+    return sorted(np.unique(rows, axis=0, return_index=True)[1].tolist())
 
 
 def current(process_group: dist.ProcessGroup | None = None) -> Group:

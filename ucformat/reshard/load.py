@@ -11,12 +11,14 @@ import logging
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import DTypeMismatchError, ShapeMismatchError, StorageError
 from ucformat.formats.source import locate
-from ucformat.group import Group
+from ucformat.group import Group, word
 from ucformat.naming import Rename, rename_catalog
 from ucformat.process import collected_later
 from ucformat.reshard.reading.execute import Reading
@@ -114,7 +116,7 @@ def open_alike(where: str, step: int | None, group: Group) -> tuple[str, Catalog
     with group.together(f"opening {where}"):
         opened = opened or formats.open_named(chosen, step)
     assert opened is not None
-    if len(set(group.all_gather(identity(opened[1])))) > 1:
+    if len(np.unique(group.numbers([word(identity(opened[1]))]))) > 1:
         why = "the ranks see different checkpoints here: it was replaced meanwhile, or is not the same storage on every host"
         raise StorageError(chosen, why)
     return opened
@@ -167,7 +169,7 @@ def _plan(
         here = reading.look()
         remarks = (*loading.remarks, *master_weights.rounded(pieces, loading.names, catalog))
     assert reading is not None
-    brought = group.all_gather((_converted(_known(loading.pieces, catalog), pieces, catalog), remarks))
+    brought = group.distinct((_converted(_known(loading.pieces, catalog), pieces, catalog), remarks))
     return loading, reading, here, _report(catalog, names, brought)
 
 

@@ -11,22 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from ucformat import values
 from ucformat.box import Box
-from ucformat.catalog import Notes, TensorSpec
-from ucformat.containers.checksums import digest
+from ucformat.catalog import Notes
 from ucformat.formats import native
 from ucformat.formats.hf.companions import companions_of
 from ucformat.formats.target import Companions, OutputBox
 from ucformat.group import Group
 from ucformat.reshard.reading.fill import TensorFill
-from ucformat.reshard.state.replicas import Assignment, Offer, Offers, assign_writers, content_digest
-from ucformat.reshard.state.walk import Collected, Piece, collect
+from ucformat.reshard.state.division import Division, divide
+from ucformat.reshard.state.walk import collect
 from ucformat.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,78 +38,6 @@ class SaveOptions:
     on_bytes: Callable[[int], None] | None = None
     companions: str | None = None
     """A model directory whose configuration, tokenizer and the like are stored, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Brought:
-    """What a rank tells all others before anything is written."""
-
-    offers: Offers
-    aliases: dict[str, str]
-    mesh: dict[str, int]
-    tree_digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Who writes what, the same on every rank."""
-
-    pieces: tuple[Piece, ...]
-    """What this rank writes."""
-    empty: tuple[TensorSpec, ...]
-    """Tensors without elements: each rank's share keeps their name, dtype and shape."""
-    ranks: tuple[_Brought, ...]
-    tree: bytes
-    """This rank's value tree as JSON."""
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """All ranks' aliases. Raises ValueConflictError when two ranks tie one name to different tensors."""
-        return values.unite_aliases((number, rank.aliases) for number, rank in enumerate(self.ranks))
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return {axis: size for rank in self.ranks for axis, size in rank.mesh.items()}
-
-
-def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Division:
-    """Agree with the other ranks on who writes which replica: one exchange. Every rank of `group` calls it.
-
-    Raises ValueConflictError when replicas that should be equal are not, on every rank alike.
-    """
-    brought: _Brought | None = None
-    tree = b""
-    with group.together("preparing the save"):
-        tree = values.encode(collected.values)
-        brought = _bring(collected, tree, check_replicas and group.size > 1)
-    assert brought is not None
-    ranks = group.all_gather(brought)
-    aliases = {alias: target for rank in ranks for alias, target in rank.aliases.items()}
-    assignment = assign_writers([rank.offers for rank in ranks], aliases)
-    if group.rank == 0:
-        _warn_of_buffers(assignment)
-    mine = iter(assignment.writes[group.rank])
-    chosen = [piece for piece in collected.pieces if not piece.replicated or next(mine)]
-    return Division(
-        tuple(piece for piece in chosen if piece.spec.name not in aliases),
-        tuple(spec for spec in collected.specs if 0 in spec.shape and spec.name not in aliases),
-        tuple(ranks),
-        tree,
-    )
-
-
-_warned: set[str] = set()
-
-
-def _warn_of_buffers(assignment: Assignment) -> None:
-    """Log once per process and tensor that the first rank's was stored where ranks differ."""
-    names = sorted(set(assignment.first_of) - _warned)
-    if names:
-        _warned.update(names)
-        _LOG.warning(
-            "%d buffers differ between ranks and are stored as the first rank has them: %s%s",
-            len(names), ", ".join(names[:8]), "…" if len(names) > 8 else "",
-        )  # fmt: skip
 
 
 def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, group: Group) -> None:
@@ -151,32 +77,6 @@ def _write(
     return native.put_shards(store, partial(generation.shard, group.rank), targets, fill, options.on_bytes)
 
 
-def _bring(collected: Collected, tree: bytes, check: bool) -> _Brought:
-    shared = [piece for piece in collected.pieces if piece.replicated]
-    alone = sum(_nbytes(piece) for piece in collected.pieces if not piece.replicated)
-    offers = tuple(
-        Offer(
-            piece.spec.name,
-            piece.box.offset,
-            piece.box.length,
-            _nbytes(piece),
-            content_digest(piece.view) if check else None,
-            piece.first_rank_wins,
-        )
-        for piece in shared
-    )
-    return _Brought(
-        Offers(alone, offers),
-        dict(collected.aliases),
-        dict(collected.mesh),
-        digest("xxh3-64", np.frombuffer(tree, dtype=np.uint8)),
-    )
-
-
-def _nbytes(piece: Piece) -> int:
-    return piece.box.volume * piece.spec.kind.itemsize
-
-
 def _companions(options: SaveOptions) -> Companions:
     """The files to be stored beside the state; what of the directory is not among them is logged once."""
     if options.companions is None:
@@ -200,15 +100,12 @@ def _commit(
     group: Group,
 ) -> None:
     """Rank 0 gathers tables and value trees (each different one once) and commits."""
-    digests = [rank.tree_digest for rank in division.ranks]
-    first = digests.index(digests[group.rank]) == group.rank
     ranks = group.gather(tables)
-    trees = group.gather(division.tree if first else None)
+    trees = group.gather_from(division.tree, division.tree_holders)
     with group.together(f"committing {store.url}"):
         if attempt is not None:
-            known = {key: tree for key, tree in zip(digests, trees, strict=True) if tree is not None}
-            merged = values.merge([values.decode(known[key], store.url) for key in digests])
-            notes = Notes(native.NAME, options.step, division.mesh)
+            merged = values.merge([values.decode(tree, store.url) for tree in trees.values()], list(trees))
+            notes = Notes(native.NAME, options.step, dict(division.mesh))
             carried = native.carry_companions(beside, store, attempt.generation)
             contents = native.Contents(merged, division.aliases, notes, carried)
             native.commit(attempt, [table for held in ranks for table in held], contents)

@@ -127,10 +127,9 @@ class Planner:
             actions = strategy.schedule.ranks[strategy.rank]
             if tuple(map(str, actions)) == names:
                 own = Times.measured(strategy.schedule, strategy.rank, np.stack([t.stop - t.start for t in tracks]))
-        known = self._group.all_gather(own)
-        if strategy is None or strategy.schedule is None or any(times is None for times in known):
+        if self._group.any_rank(own is None) or own is None or strategy is None or strategy.schedule is None:
             return None
-        united = Times.united(times for times in known if times is not None)
+        united = own.of_all(self._group)
         return _as_run(replay(strategy.schedule, united).tracks[strategy.rank], tracks)
 
     def _replan(self) -> None:

@@ -50,7 +50,7 @@ class Room:
             with group.together("making room for snapshots"):
                 slots = create(share)
             assert slots is not None
-            slots.agree(group.all_gather(slots.adopted))
+            slots.agree(group.distinct(slots.adopted))
             with group.together("starting keepers"):
                 keeper = start(slots)
             votes = VersionVotes(group)

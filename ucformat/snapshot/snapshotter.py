@@ -300,7 +300,7 @@ class Snapshotter:
         """The state as it is now, and its slots, laid out anew if it has changed its layout on any rank. Raises MovedError."""
         found = room.look(self.state)
         moved = isinstance(found, MovedError)
-        if self._meetings.next() and any(self.group.all_gather(moved)):
+        if self._meetings.next() and self.group.any_rank(moved):
             self._meetings.laid_out()
             room = self._lay_out_anew(room)
             self._warnings.first(

@@ -266,14 +266,14 @@ Held = list[tuple[int, Any]]
 """What ranks hold at one path: (rank, value), ascending."""
 
 
-def merge(trees: Sequence[object]) -> object:
-    """One tree of the ranks' trees, in rank order.
+def merge(trees: Sequence[object], ranks: Sequence[int] | None = None) -> object:
+    """One tree of the ranks' trees, in rank order. Of ranks whose trees are equal one is enough: `ranks` says which these are.
 
     Dicts unite their keys, lists of equal length merge by item; under a key `param_groups` lists merge by item whatever their
     length, and their `params` unite in order (stages of a pipeline hold different parameters). Rank-local items are strung
     together. Everything else must be equal, to the type and the sign of zero: otherwise ValueConflictError naming path and ranks.
     """
-    return _merge(list(enumerate(trees)), Where())
+    return _merge(list(zip(range(len(trees)) if ranks is None else ranks, trees, strict=True)), Where())
 
 
 def _merge(held: Held, at: Where) -> object:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -20,19 +24,100 @@ from torch.nn.parallel import DistributedDataParallel
 import ucformat
 from tests.reshard.ranks import on_ranks
 from tests.reshard.state.test_megatron import sharded
-from ucformat.reshard import save
-from ucformat.reshard.state import replicas
-from ucformat.reshard.state.replicas import Offer, Offers, assign_writers, content_digest
+from tests.world import World, run, run_in
+from ucformat.errors import ValueConflictError
+from ucformat.group import Group
+from ucformat.reshard.state import division, replicas
+from ucformat.reshard.state.division import divide
+from ucformat.reshard.state.replicas import Offer, Structure, assign_writers, content_digest
+from ucformat.reshard.state.walk import collect
 
 
 def test_replicas_go_to_the_least_loaded_holder_and_drifting_ones_to_the_first() -> None:
-    offers = (
-        Offer("large", (0,), (9,), 9, None),
-        Offer("drifting", (0,), (8,), 8, None, first_rank_wins=True),
-        Offer("small", (0,), (1,), 1, None),
-    )
-    assert assign_writers([Offers(0, offers), Offers(0, offers)]).writes == ((True, True, False), (False, False, True))
-    assert assign_writers([Offers(90, offers), Offers(0, offers)]).writes == ((False, True, False), (True, False, True))
+    offers = (Offer("large", (0,), (9,), 9), Offer("drifting", (0,), (8,), 8, True), Offer("small", (0,), (1,), 1))
+    structures, members = [Structure(offers, {}, {})], [[0, 1]]
+    assert assign_writers(structures, members, [0, 0], {})[0].tolist() == [0, 0, 1]
+    assert assign_writers(structures, members, [90, 0], {})[0].tolist() == [1, 0, 1]
+
+
+@given(st.data())
+def test_every_shared_box_is_written_once_by_a_holder_and_the_load_is_balanced(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 100), min_size=1, max_size=12))
+    size = data.draw(st.integers(1, 9))
+    held = [data.draw(st.sets(st.integers(0, len(sizes) - 1))) for _ in range(data.draw(st.integers(1, 4)))]
+    structures = [Structure(tuple(Offer(f"t{i}", (0,), (sizes[i],), sizes[i]) for i in sorted(boxes)), {}, {}) for boxes in held]
+    kinds = data.draw(st.permutations([n % len(held) for n in range(max(size, len(held)))]))
+    members = [[rank for rank, kind in enumerate(kinds) if kind == n] for n in range(len(held))]
+    unique = data.draw(st.lists(st.integers(0, 50), min_size=len(kinds), max_size=len(kinds)))
+    writers = assign_writers(structures, members, unique, {})
+    chosen = {
+        (offer.name, int(rank))
+        for s, ranks in zip(structures, writers, strict=True)
+        for offer, rank in zip(s.offers, ranks, strict=True)
+    }
+    assert {name for name, _ in chosen} == {f"t{i}" for boxes in held for i in boxes}
+    assert len(chosen) == len({name for name, _ in chosen})
+    for name, rank in chosen:
+        assert int(name[1:]) in held[kinds[rank]]
+    if len(held) == 1 and held[0]:  # no rank has more than the least loaded one and its own last box
+        load = np.array(unique) + [
+            sum(sizes[int(name[1:])] for name, writer in chosen if writer == rank) for rank in range(len(kinds))
+        ]
+        for rank in range(len(kinds)):
+            own = [sizes[int(name[1:])] for name, writer in chosen if writer == rank]
+            assert not own or load[rank] - min(own) <= load.min()
+
+
+def shards(tp: int, of_norm: float = 1.0) -> dict[str, Any]:
+    """What a rank of two tensor-parallel ones holds: halves of a matrix, and a norm that both have."""
+    return {
+        "matrix": ucformat.Shard(torch.full((2, 4), float(tp)), (4, 4), (2 * tp, 0)),
+        "norm": torch.full((4,), of_norm),
+        "own": tp,
+    }
+
+
+def division_of(group: Group, states: Callable[[int], dict[str, Any]]) -> tuple[list[str], tuple[int, ...]]:
+    state = states(group.rank) | {"own": 0}
+    found = divide(collect(state, group), group, check_replicas=True)
+    return [f"{piece.spec.name}{piece.box}" for piece in found.pieces], found.tree_holders
+
+
+def test_ranks_of_several_structures_write_each_box_once() -> None:
+    found = run(4, lambda group: division_of(group, lambda rank: shards(rank % 2)))
+    written = [name for names, _ in found for name in names]
+    assert sorted(written) == sorted(set(written))
+    assert len(written) == 3
+    assert {holders for _, holders in found} == {(0,)}
+
+
+def test_replicas_of_ranks_with_different_structures_are_compared() -> None:
+    with pytest.raises(ValueConflictError, match=r"norm.*different contents") as caught:
+        run(4, lambda group: division_of(group, lambda rank: shards(rank % 2, of_norm=1.0 + (rank == 3))))
+    assert caught.value.ranks == (0, 3)
+
+
+def test_a_state_of_the_same_structure_is_divided_as_before_with_a_few_numbers() -> None:
+    world = World(2, 2)
+
+    def twice(group: Group) -> tuple[object, object, list[int]]:
+        first = division_of(group, shards)
+        before = world.sent[group.rank]
+        second = division_of(group, shards)
+        return first, second, [before, world.sent[group.rank] - before]
+
+    for first, second, sent in run_in(world, twice):
+        assert first == second
+        assert sent[1] < 2000
+
+
+def test_what_a_rank_sends_and_receives_does_not_grow_with_alike_ranks() -> None:
+    """But for a few numbers of each rank that all get."""
+    worlds = [World(2, size) for size in (2, 2000)]
+    for world in worlds:
+        run_in(world, lambda group: division_of(group, lambda rank: shards(rank % 2)))
+    assert worlds[0].sent == worlds[1].sent
+    assert max(worlds[1].received) < max(worlds[0].received) + 2000 * 200
 
 
 def save_drifted(path: str) -> None:
@@ -211,7 +296,7 @@ def test_the_digest_is_that_of_the_elements_whatever_their_strides(monkeypatch: 
 
 
 def test_a_single_process_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save, "content_digest", pytest.fail)
+    monkeypatch.setattr(division, "content_digest", pytest.fail)
     ucformat.save(str(tmp_path / "ck"), {"model": nn.Linear(4, 4)})
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.world import run
 from ucformat.snapshot.schedule.actions import ScheduleError, gives, gpipe, one_f_one_b, parse
 from ucformat.snapshot.schedule.from_torch import named
 from ucformat.snapshot.schedule.replay import IdleWindow, Times, Track, replay
@@ -116,7 +117,7 @@ def test_measured_medians_of_all_ranks_make_the_times() -> None:
         durations = np.stack([track.stop - track.start] * 5)
         durations[2] *= 10  # one slow step
         found.append(Times.measured(schedule, rank, durations))
-    united = Times.united(found)
+    united = run(2, lambda group: found[group.rank].of_all(group))[0]
     assert np.isnan(found[0].seconds[1]).all()
     for actions in schedule.ranks:
         for action in actions:

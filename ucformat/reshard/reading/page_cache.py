@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ucformat.catalog import Catalog
-from ucformat.group import Group
+from ucformat.group import Group, word
 from ucformat.reshard.reading.tasks import Task
 from ucformat.storage.store import Reader
 
@@ -29,8 +30,8 @@ STRETCH = 4  # cells at a time: pages come in large groups, which go only as a w
 
 Row = NDArray[np.uint8]
 """(cells,) 1 where a rank has still to read."""
-Address = tuple[str, int, int]
-"""(what tells hosts apart, process, file descriptor) of a row."""
+Address = Sequence[int]
+"""(what tells hosts apart, process, file descriptor) of a row; the process is -1 where the system has no such memory."""
 
 
 class Wake:
@@ -53,12 +54,13 @@ class Wake:
         """Show the ranks of this host what is to be read here, and see theirs. Every rank of `group` calls it."""
         if group.size == 1:
             return
-        told = group.all_gather(self._show())
-        own = told.pop(group.rank)
-        for address in told:
-            if own is not None and address is not None and own[0] != address[0]:
-                continue  # its memory is another one
-            row = None if own is None or address is None else self._see(address)
+        addresses = group.numbers(self._show())
+        own = addresses[group.rank]
+        near = addresses[(addresses[:, 0] == own[0]) | (addresses[:, 1] < 0)]  # others' memory is another one
+        for address in near.tolist():
+            if address == own.tolist() and own[1] >= 0:
+                continue
+            row = self._see(address) if own[1] >= 0 else None
             if row is None:
                 self._brought[:] = False  # nobody knows what is still needed: all stays
                 return
@@ -95,8 +97,8 @@ class Wake:
         """Whether a cell's pages were brought by this load, and nobody has still to read it."""
         return bool(self._brought[cell]) and not self._row[cell] and not any(row[cell] for row in self._others)
 
-    def _show(self) -> Address | None:
-        """Put the row where other processes find it; None where the system can't."""
+    def _show(self) -> Address:
+        """Put the row where other processes find it."""
         try:
             fd = os.memfd_create("ucformat-wake", os.MFD_CLOEXEC)
             self._open.callback(os.close, fd)
@@ -105,9 +107,10 @@ class Wake:
             shared[:] = self._row
             self._row = shared
             # processes see each other where they share a namespace, which a host has under one number
-            return f"{socket.gethostname()} {_boot()} {os.stat('/proc/self/ns/pid').st_ino}", os.getpid(), fd
+            host = f"{socket.gethostname()} {_boot()} {os.stat('/proc/self/ns/pid').st_ino}"
+            return word(xxhash.xxh3_64_intdigest(host.encode())), os.getpid(), fd
         except (AttributeError, OSError):
-            return None
+            return 0, -1, -1
 
     def _see(self, address: Address) -> Row | None:
         """Another rank's row; None where the system does not show it."""

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ucformat import formats
 from ucformat.catalog import Catalog
 from ucformat.containers.checksums import digest
 from ucformat.errors import NamesMismatchError, UnsupportedError
-from ucformat.group import Group
+from ucformat.group import Group, word
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.restoring.prepare import Loading
 from ucformat.reshard.selection.select import matcher
@@ -44,18 +45,14 @@ class NameAccount:
 
 @dataclass(frozen=True, slots=True)
 class _OfRank:
-    """What one rank tells the others."""
+    """What one rank tells the others: most tell the same."""
 
-    used: bytes
-    """A bit for each of the catalog's names: whether this rank reads it, or one that is tied to it."""
-    unused_values: frozenset[str]
+    unused_values: tuple[str, ...]
     missing: tuple[str, ...]
     matched: tuple[bool, ...]
     """Which patterns of `allow_missing` match a name that this rank wants."""
     wants: bool
     """Whether this rank wants any name at all."""
-    names: int
-    """A digest of the stored names as this rank sees them."""
 
 
 def account(loading: Loading, catalog: Catalog, rules: NameRules, group: Group) -> NameAccount:
@@ -65,17 +62,17 @@ def account(loading: Loading, catalog: Catalog, rules: NameRules, group: Group) 
     no name in common; UnsupportedError for a pattern that matches no name at all.
     """
     names = catalog.names
-    ranks = group.all_gather(_of_rank(loading, catalog, names, rules))
-    if len({rank.names for rank in ranks}) > 1:
+    if len(np.unique(group.numbers([word(_digest("\n".join(names)))]))) > 1:
         raise UnsupportedError(
             catalog.url, "ranks take the numbered optimizer states for different parameters: convert it to named ones first"
         )
-    used = np.zeros(len(names), dtype=bool)
-    for rank in ranks:
-        used |= np.unpackbits(np.frombuffer(rank.used, dtype=np.uint8), count=len(names)).astype(bool)
+    used = group.maximum(_used(loading, catalog, names))
+    ranks = group.distinct(_of_rank(loading, names, rules))
     loaded = [name for name, hit in zip(names, used, strict=True) if hit]
     missing = sorted({name for rank in ranks for name in rank.missing})
-    ignored, unexpected = _spare(names, loaded, frozenset.intersection(*(rank.unused_values for rank in ranks)), catalog)
+    ignored, unexpected = _spare(
+        names, loaded, frozenset.intersection(*(frozenset(rank.unused_values) for rank in ranks)), catalog
+    )
     _check_patterns(rules, [any(column) for column in zip(*(rank.matched for rank in ranks), strict=True)], names, catalog)
     if names and not loaded and any(rank.wants for rank in ranks):
         raise NamesMismatchError(
@@ -88,16 +85,21 @@ def account(loading: Loading, catalog: Catalog, rules: NameRules, group: Group) 
     return NameAccount(tuple(loaded), tuple(missing), tuple(unexpected), tuple(ignored))
 
 
-def _of_rank(loading: Loading, catalog: Catalog, names: Sequence[str], rules: NameRules) -> _OfRank:
+def _used(loading: Loading, catalog: Catalog, names: Sequence[str]) -> NDArray[np.uint8]:
+    """Which of the names this rank reads, or one that is tied to it: 0 or 1."""
     tied = set(catalog.aliases) | set(catalog.aliases.values())
     stored, wanted = set(names), loading.names
     owners = {catalog.aliases.get(name, name) for name in wanted if name in stored}
     used = [name in wanted or (name in tied and catalog.aliases.get(name, name) in owners) for name in names]
+    return np.array(used, dtype=np.uint8)
+
+
+def _of_rank(loading: Loading, names: Sequence[str], rules: NameRules) -> _OfRank:
+    stored, wanted = set(names), loading.names
     missing = (*sorted({piece.spec.name for piece in loading.pieces} - stored), *loading.missing)
     asked = (*wanted, *loading.missing)
     matched = tuple(pattern in EVERYTHING or any(map(matcher([pattern]), asked)) for pattern in rules.allow_missing)
-    bits = np.packbits(np.array(used, dtype=bool)).tobytes()
-    return _OfRank(bits, frozenset(loading.unused), missing, matched, bool(wanted), _digest("\n".join(names)))
+    return _OfRank(tuple(sorted(set(loading.unused))), missing, matched, bool(wanted))
 
 
 def _spare(

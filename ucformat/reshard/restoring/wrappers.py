@@ -30,7 +30,7 @@ def as_live(catalog: Catalog, into: Mapping[str, object], group: Group) -> tuple
     forms = _forms([split_name(name)[1] for name in stored])
     live = set(_live_names(into.get(MODEL)))
     hits = [len(live.intersection(form.values())) for form in forms]
-    best = [sum(column) for column in zip(*group.all_gather(hits), strict=True)]
+    best = group.numbers(hits).sum(axis=0).tolist()
     chosen = best.index(max(best))  # as it is stored, where that is as good
     changed = {old: new for old, new in forms[chosen].items() if old != new}
     if not changed:

@@ -2,17 +2,24 @@
 
 Whether two ranks hold the same box of the same tensor is known from names and placements; that both hold the same bytes never is:
 experts that are numbered anew on each rank look like replicas, and replicas drift apart. So all of them are compared by digests
-of all their bytes. Pure functions on what each rank offers; every rank computes the same answer from the same exchange.
+of all their bytes.
+
+Of thousands of ranks most offer the same boxes. Such ranks are of one *structure*, and everything here is reckoned by structures;
+`division` lets each travel once. Pure functions.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
+from ucformat import values
 from ucformat.errors import ValueConflictError
 
 CHUNK_BYTES = 32 << 20  # copied at a time of tensors that are not contiguous in host memory
@@ -24,91 +31,117 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True, array_like=True):
     """A box that this rank holds and others may hold too."""
 
     name: str
     offset: tuple[int, ...]
     length: tuple[int, ...]
     nbytes: int
-    digest: int | None
-    """Of all its bytes; None when replicas are not compared."""
     first_rank_wins: bool = False
     """Replicas may differ: the first rank's is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offers:
-    """What one rank brings to the exchange."""
+class Structure(msgspec.Struct, frozen=True, array_like=True):
+    """What many ranks have alike."""
 
-    unique_bytes: int
-    """Bytes that only this rank holds."""
-    shared: tuple[Offer, ...]
+    offers: tuple[Offer, ...]
+    aliases: dict[str, str]
+    """Other name of a tensor → its name."""
+    mesh: dict[str, int]
 
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Which rank writes which shared box."""
-
-    writes: tuple[tuple[bool, ...], ...]
-    """For every rank, whether it writes each of the boxes that it offered."""
-    first_of: tuple[str, ...]
-    """Names of tensors that differ between ranks and are stored as the first rank has them."""
+    def encode(self) -> bytes:
+        """The same bytes for equal structures."""
+        return msgspec.msgpack.encode(self, order="sorted")
 
 
-Holders = dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]]
-"""(name, offset, length) of a box → (rank, position among its offers) of those who hold it."""
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""(name, offset, length) of a box."""
+Holders = dict[Key, list[tuple[int, int]]]
+"""Box → (structure, position among its offers) of those that hold it."""
 
 
-def assign_writers(ranks: Sequence[Offers], aliases: Mapping[str, str] | None = None) -> Assignment:
-    """Assign larger boxes first, each to its least loaded holder. Tensors in `aliases` are compared with what they are tied to.
-
-    Raises ValueConflictError when replicas that should be equal are not.
-    """
-    holders, tied = _holders(ranks, aliases or {})
-    first_of = _compare(ranks, holders, tied)
-    load = [offers.unique_bytes for offers in ranks]
-    chosen = [[False] * len(offers.shared) for offers in ranks]
-    size = {key: ranks[held[0][0]].shared[held[0][1]].nbytes for key, held in holders.items()}
-    for key in sorted(holders, key=lambda key: (-size[key], key)):
-        held = holders[key]
-        first_rank_wins = any(ranks[rank].shared[at].first_rank_wins for rank, at in held)
-        rank, at = min(held) if first_rank_wins else min(held, key=lambda item: (load[item[0]], item[0]))
-        chosen[rank][at] = True
-        load[rank] += size[key]
-    return Assignment(tuple(map(tuple, chosen)), tuple(first_of))
-
-
-def _holders(ranks: Sequence[Offers], aliases: Mapping[str, str]) -> tuple[Holders, Holders]:
+def holders(structures: Sequence[Structure], aliases: Mapping[str, str]) -> tuple[Holders, Holders]:
     """Holders of each box, and those who have it under a name that is an alias (on other ranks, too, it is none of its own)."""
-    holders: Holders = {}
+    own: Holders = {}
     tied: Holders = {}
-    for rank, offers in enumerate(ranks):
-        for at, offer in enumerate(offers.shared):
+    for number, structure in enumerate(structures):
+        for at, offer in enumerate(structure.offers):
             target = aliases.get(offer.name)
-            where = holders if target is None else tied
-            where.setdefault((target or offer.name, offer.offset, offer.length), []).append((rank, at))
-    return holders, tied
+            where = own if target is None else tied
+            where.setdefault((target or offer.name, offer.offset, offer.length), []).append((number, at))
+    return own, tied
 
 
-def _compare(ranks: Sequence[Offers], holders: Holders, tied: Holders) -> list[str]:
-    """Names of tensors that may differ and do. Raises ValueConflictError for those that may not."""
-    first_of: dict[str, None] = {}
+def assign_writers(
+    structures: Sequence[Structure], members: Sequence[Sequence[int]], unique_bytes: Sequence[int], aliases: Mapping[str, str]
+) -> list[NDArray[np.int32]]:
+    """For each structure, the rank that writes each of its offers, -1 for one under an alias.
+
+    Larger boxes are assigned first, each to its least loaded holder. `members` are the ranks of each structure, ascending;
+    `unique_bytes` is what each rank writes anyway.
+    """
+    load = list(unique_bytes)
+    heaps = [[(load[rank], rank) for rank in ranks] for ranks in members]
+    for heap in heaps:
+        heapq.heapify(heap)
+    own, _ = holders(structures, aliases)
+    writers = [np.full(len(structure.offers), -1, dtype=np.int32) for structure in structures]
+    size = {key: structures[held[0][0]].offers[held[0][1]].nbytes for key, held in own.items()}
+    for key in sorted(own, key=lambda key: (-size[key], key)):
+        held = own[key]
+        if any(structures[number].offers[at].first_rank_wins for number, at in held):
+            rank = min(members[number][0] for number, _ in held)
+        else:
+            rank = min(_least(heaps[number], load) for number, _ in held)[1]
+        load[rank] += size[key]
+        for number, at in held:
+            writers[number][at] = rank
+    return writers
+
+
+def _least(heap: list[tuple[int, int]], load: Sequence[int]) -> tuple[int, int]:
+    """The (load, rank) of the least loaded rank of a heap, in which loads may have become larger since."""
+    while heap[0][0] != load[heap[0][1]]:
+        heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+    return heap[0]
+
+
+def drifting(structures: Sequence[Structure], aliases: Mapping[str, str]) -> list[Key]:
+    """Boxes that may differ between ranks, sorted."""
+    own, tied = holders(structures, aliases)
+    return [
+        key
+        for key in sorted(own)
+        if any(structures[number].offers[at].first_rank_wins for number, at in (*own[key], *tied.get(key, ())))
+    ]
+
+
+def compare(
+    structures: Sequence[Structure],
+    members: Sequence[Sequence[int]],
+    digests: Mapping[int, NDArray[np.int64]],
+    aliases: Mapping[str, str],
+) -> None:
+    """`digests` are those of each rank's offers, of the ranks to be compared. Raises ValueConflictError for boxes that differ."""
     conflicts: dict[str, list[int]] = {}
-    for key in sorted(holders):
-        offers = [(rank, ranks[rank].shared[at]) for rank, at in (*holders[key], *tied.get(key, ()))]
-        known = [(rank, offer.digest) for rank, offer in offers if offer.digest is not None]
+    own, tied = holders(structures, aliases)
+    may_differ = set(drifting(structures, aliases))
+    for key in sorted(own.keys() - may_differ):
+        offers = (*own[key], *tied.get(key, ()))
+        known = sorted((rank, int(digests[rank][at])) for number, at in offers for rank in members[number] if rank in digests)
         odd = [rank for rank, digest in known if digest != known[0][1]]
-        if odd and any(offer.first_rank_wins for _, offer in offers):
-            first_of[key[0]] = None
-        elif odd:
+        if odd:
             conflicts.setdefault(key[0], sorted({known[0][0], *odd}))
     if conflicts:
         name, *others = conflicts
         more = f", as for {len(others)} more tensors ({', '.join(others[:3])}…)" if others else ""
         raise ValueConflictError(name, conflicts[name], f"replicas of one tensor have different contents{more}", ADVICE)
-    return list(first_of)
+
+
+def unite(structures: Sequence[Structure], members: Sequence[Sequence[int]]) -> dict[str, str]:
+    """All aliases. Raises ValueConflictError when two ranks tie one name to different tensors."""
+    return values.unite_aliases((ranks[0], s.aliases) for s, ranks in zip(structures, members, strict=True))
 
 
 def content_digest(tensor: torch.Tensor) -> int:

@@ -11,15 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from ucformat.errors import UnsupportedError
-from ucformat.group import Group
+from ucformat.group import Group, word
 from ucformat.reshard.state.leaf import Leaf
 from ucformat.reshard.state.placement import LocalPlacement, Split, grid, inner_first, is_even, shard
 
 MeshKey = str
 """Digest of a mesh: its shape and its ranks in order."""
+_MESHES = 4  # of which a rank says in one exchange what it believes; more take another exchange
+_WIDTH = 3 + 2 * _MESHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +83,42 @@ class Claims:
 def compare(own: Mapping[str, ShardDescription], error: Exception | None, group: Group) -> Claims:
     """Learn what the other ranks hold of tensors that are uneven on any rank. Every rank of `group` calls it.
 
-    `error` is what went wrong on this rank before: every rank raises it here, after all have met (see `Group.exchange`).
+    `error` is what went wrong on this rank before: every rank raises it here, after all have met (see `Group.resolve`).
     """
-    odd = [name for name, claim in own.items() if not claim.regular]
-    brought = group.exchange((odd, _digests(own)), "collecting the state", error)
-    disputed = _disputed([digests for _, digests in brought])
-    suspects = {name for names, _ in brought for name in names}
-    if not suspects and not disputed:
+    odd = {name for name, claim in own.items() if not claim.regular}
+    beliefs = _beliefs(own)
+    fits = len(beliefs) <= _MESHES
+    row = [error is not None, bool(odd), not fits, *(number for belief in beliefs[:_MESHES] for number in belief)]
+    rows = group.numbers([*row, *[0] * (_WIDTH - len(row))], "collecting the state")
+    if rows[:, 0].any():
+        group.resolve("collecting the state", error)
+    every = rows[:, 3:].reshape(-1, 2)
+    if rows[:, 2].any():
+        every = np.array([belief for brought in group.distinct(beliefs) for belief in brought], dtype=np.int64).reshape(-1, 2)
+    disputed = _disputed(every)
+    if not rows[:, 1].any() and not disputed:
         return Claims(own)
-    suspects.update(name for name, claim in own.items() if claim.mesh in disputed)
+    suspects = {name for brought in group.distinct(sorted(odd)) for name in brought}
+    suspects.update(name for name, claim in own.items() if _number(claim.mesh) in disputed)
     return Claims(own, group.all_gather({name: own[name] for name in sorted(suspects & own.keys())}))
 
 
-def _digests(claims: Mapping[str, ShardDescription]) -> dict[MeshKey, str]:
-    """Per mesh, what this rank believes of the global shapes of the tensors on it."""
+def _beliefs(claims: Mapping[str, ShardDescription]) -> list[tuple[int, int]]:
+    """(mesh, digest of what this rank believes of the global shapes of the tensors on it) for each mesh."""
     told: dict[MeshKey, list[str]] = {}
     for name in sorted(claims):
         told.setdefault(claims[name].mesh, []).append(f"{name}{claims[name].shape}")
-    return {key: blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() for key, lines in told.items()}
+    return [(_number(key), _number("\n".join(lines))) for key, lines in sorted(told.items())]
 
 
-def _disputed(told: Sequence[Mapping[MeshKey, str]]) -> list[MeshKey]:
-    seen: dict[MeshKey, set[str]] = {}
-    for digests in told:
-        for key, digest in digests.items():
-            seen.setdefault(key, set()).add(digest)
-    return sorted(key for key, digests in seen.items() if len(digests) > 1)
+def _number(text: str) -> int:
+    return word(xxhash.xxh3_64_intdigest(text.encode()))
+
+
+def _disputed(beliefs: NDArray[np.int64]) -> set[int]:
+    """Meshes of which ranks believe different things."""
+    meshes, count = np.unique(np.unique(beliefs, axis=0)[:, 0], return_counts=True)
+    return set(meshes[count > 1].tolist())
 
 
 def _place(name: str, mine: ShardDescription, held: Sequence[ShardDescription]) -> LocalPlacement:

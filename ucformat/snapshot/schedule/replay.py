@@ -5,12 +5,12 @@ Pure. Closed forms of the idle time hold for GPipe and 1F1B alone, and for equal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ucformat.group import Group
 from ucformat.snapshot.schedule.actions import KINDS, Action, Kind, Result, Schedule, ScheduleError, gives
 
 Floats = NDArray[np.float64]
@@ -114,13 +114,11 @@ class Times:
                 found[stage, KINDS.index(kind)] = np.nanmedian(values)
         return cls(found)
 
-    @classmethod
-    def united(cls, parts: Iterable[Times]) -> Times:
-        """What several ranks measured, each for its own stages. Where two know the same, the first counts."""
-        found, *more = (part.seconds for part in parts)
-        for other in more:
-            found = np.where(np.isnan(found), other, found)
-        return cls(found)
+    def of_all(self, group: Group) -> Times:
+        """What all ranks measured, each for its own stages: of several that have the same stage, the slowest counts."""
+        known = np.where(np.isnan(self.seconds), -1, self.seconds * 1e9).astype(np.int64)  # nanoseconds
+        found = group.maximum(known.ravel()).reshape(known.shape)
+        return Times(np.where(found < 0, np.nan, found / 1e9))
 
     def of(self, action: Action) -> float:
         """Seconds that `action` takes. A full backward is the sum of its halves where it was not measured, and vice versa.

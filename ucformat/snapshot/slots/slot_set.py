@@ -214,6 +214,8 @@ class SlotSet:
     def agree(self, adopted: Sequence[Sequence[Version]]) -> None:
         """After `create`, before the first `begin`: rely on the newest version that all ranks hold, of those that each `adopted`.
 
+        Of ranks that adopted the same, one is enough.
+
         Where a version is complete in this very directory, that one is relied on: an earlier job may have had other ranks.
         """
         common = set.intersection(*map(set, adopted))

@@ -20,7 +20,7 @@ from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.errors import UcformatError
 from ucformat.group import Group
-from ucformat.reshard.save import divide
+from ucformat.reshard.state.division import divide
 from ucformat.reshard.state.walk import Collected, Piece, collect
 
 Key = tuple[TensorSpec, Box]
@@ -91,7 +91,7 @@ def agree(state: Mapping[str, object], group: Group) -> Share:
         division.aliases,
         division.mesh,
         collected.coords,
-        together=any(group.all_gather(unknown)),
+        together=group.any_rank(unknown),
         nbytes=sum(box.volume * spec.kind.itemsize for spec, box in keys),
     )
 
