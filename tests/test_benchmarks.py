@@ -19,6 +19,7 @@ TINY = {
     "snapshot": ("--mib", "6", "--count", "20"),
     "snapshot_gpu": ("--billions", "0.01"),
     "s3": ("--size", "0.02"),
+    "scale": ("--tensors", "16", "--ranks", "64", "128"),
 }
 RATIOS = {
     "plan": {"open_plan_vs_dcp"},
@@ -36,6 +37,7 @@ RATIOS = {
     "snapshot": {"exposed_vs_dcp_async", "exposed_vs_dcp_best"},
     "snapshot_gpu": set(),  # nothing without a device
     "s3": {"save_vs_plain", "load_vs_plain"},
+    "scale": {"second_save_vs_first"},
 }
 
 

@@ -9,10 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.reshard.ranks import on_ranks
+from tests.world import run
 from ucformat.errors import RankFailedError, StorageError
-from ucformat.group import Group, current
+from ucformat.group import Group, current, first_of_each, leaders
 
 WORKER = """
 import json, sys
@@ -149,6 +154,34 @@ def test_a_rank_that_died_or_hangs_is_named_as_the_suspect(victim: int, how: str
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 1)), min_size=1, max_size=9))
+def test_the_leader_of_a_rank_is_the_first_that_has_the_same(rows: list[tuple[int, int]]) -> None:
+    assert leaders(np.array(rows)).tolist() == [rows.index(row) for row in rows]
+    assert first_of_each(np.array(rows)) == sorted({rows.index(row) for row in rows})
+
+
+def exchanges(group: Group) -> list[object]:
+    mine = f"kind {group.rank % 2}"
+    return [
+        group.numbers([group.rank, -1]).tolist(),
+        group.maximum(np.array([group.rank, -group.rank])).tolist(),
+        [group.any_rank(group.rank == 2), group.any_rank(False)],
+        group.distinct(mine),
+        group.gather_from(mine, [0, 3]),
+    ]
+
+
+def test_simulated_ranks_exchange_what_real_ones_do() -> None:
+    found = run(4, exchanges)
+    assert found == on_ranks(4, real_exchanges)
+    assert found[1] == [[[0, -1], [1, -1], [2, -1], [3, -1]], [3, 0], [True, False], ["kind 0", "kind 1"], {}]
+    assert found[0][4] == {0: "kind 0", 3: "kind 1"}
+
+
+def real_exchanges() -> list[object]:
+    return exchanges(current())
 
 
 def test_a_single_process_needs_no_process_group() -> None:

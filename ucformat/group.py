@@ -108,8 +108,9 @@ class Group:
 
         mine = torch.from_numpy(own).to(self._device())
         rows = mine.new_empty((self.size, len(row)))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         with self._answering(what):
-            dist.all_gather_into_tensor(rows, mine, group=self.process_group)
+            gather(rows, mine, group=self.process_group)
         return rows.cpu().numpy()
 
     def maximum(self, values: NDArray[Number], what: str = _EXCHANGE) -> NDArray[Number]:
@@ -251,9 +252,20 @@ def word(digest: int) -> int:
     return digest - (1 << 64) if digest >> 63 else digest
 
 
+def leaders(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(size,) for each rank, the first of those that have the same row."""
+    if (rows == rows[0]).all():
+        return np.zeros(len(rows), dtype=np.int64)
+    _, first, of = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+    if not (rows == rows[first[of]]).all():
+        _, first, of = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return first[of.reshape(-1)]
+
+
 def first_of_each(rows: NDArray[np.int64]) -> list[int]:
     """The first rank of those that have the same row, for each different row, ascending."""
-    return sorted(np.unique(rows, axis=0, return_index=True)[1].tolist())
+    found: list[int] = np.unique(leaders(rows)).tolist()
+    return found
 
 
 def current(process_group: dist.ProcessGroup | None = None) -> Group:

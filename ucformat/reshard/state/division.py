@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ucformat import values
 from ucformat.catalog import TensorSpec
-from ucformat.group import Group, first_of_each, word, words
+from ucformat.group import Group, first_of_each, leaders, word, words
 from ucformat.reshard.state import replicas
 from ucformat.reshard.state.replicas import Key, Offer, Structure, content_digest
 from ucformat.reshard.state.walk import Collected, Piece
@@ -80,6 +80,8 @@ class _Plan:
     decision: _Decision
     own: int
     """Which of the structures this rank has."""
+    of: NDArray[np.int64]
+    """(ranks,) the first rank with the structure of each."""
     first: tuple[int, ...]
     """The first rank of each structure."""
     structures: tuple[Structure, ...]
@@ -170,9 +172,10 @@ def _plan(own: _Own, rows: NDArray[np.int64], group: Group) -> _Plan:
     """The plan for all ranks' rows: that of the last time where no rank has anything else."""
     last = _LAST.plan
     key = (*words(xxhash.xxh3_128_intdigest(np.ascontiguousarray(rows[:, :3]))), group.rank)
-    if last is not None and last.key == key and (rows[:, 6:8] == key[:2]).all() and (rows[:, 8] == range(group.size)).all():
+    if last is not None and last.key == key and (rows[:, 6:8] == key[:2]).all() and (rows[:, 8] == np.arange(group.size)).all():
         return last
-    first = first_of_each(rows[:, :2])
+    of = leaders(rows[:, :2])
+    first: list[int] = np.unique(of).tolist()
     structures = [own.structure]
     if len(first) > 1:
         sent = group.gather_from(own.encoded if group.rank in first else None, first, _WHAT)
@@ -180,24 +183,25 @@ def _plan(own: _Own, rows: NDArray[np.int64], group: Group) -> _Plan:
     decision: _Decision | None = None
     with group.together(_WHAT):
         if group.rank == 0 or len(first) == 1:
-            decision = _Decision.of(structures, _members(rows, first), rows[:, 2].tolist())
+            decision = _Decision.of(structures, _members(of, first), rows[:, 2].tolist())
     if len(first) > 1:
         decision = group.broadcast(decision, _WHAT)
     assert decision is not None
-    mine = next(n for n, rank in enumerate(first) if (rows[rank, :2] == rows[group.rank, :2]).all())
-    _LAST.plan = _Plan(key, decision, mine, tuple(first), tuple(structures))
+    _LAST.plan = _Plan(key, decision, first.index(int(of[group.rank])), of, tuple(first), tuple(structures))
     return _LAST.plan
 
 
-def _members(rows: NDArray[np.int64], first: Sequence[int]) -> list[list[int]]:
+def _members(of: NDArray[np.int64], first: Sequence[int]) -> list[list[int]]:
     """The ranks of each structure, ascending."""
-    return [np.flatnonzero((rows[:, :2] == rows[rank, :2]).all(axis=1)).tolist() for rank in first]
+    ranks = np.argsort(of, kind="stable")
+    starts = np.searchsorted(of[ranks], first)
+    return [part.tolist() for part in np.split(ranks, starts[1:])]
 
 
 def _compare(own: _Own, rows: NDArray[np.int64], plan: _Plan, group: Group) -> None:
     """Compare replicas, and log which may differ and do. Raises ValueConflictError on all ranks alike."""
     decision = plan.decision
-    strict, loose = (_alike(rows, plan.first, column) for column in (4, 5))
+    strict, loose = (bool((rows[:, column] == rows[plan.of, column]).all()) for column in (4, 5))  # within each structure
     if decision.drifting and (decision.crossed or not loose):
         _name_drifted(own, decision, group)
     if strict and not decision.crossed:
@@ -207,12 +211,7 @@ def _compare(own: _Own, rows: NDArray[np.int64], plan: _Plan, group: Group) -> N
     known = group.gather_from(own.digests if group.rank in speakers else None, speakers, _WHAT)
     with group.together(_WHAT):
         if group.rank == 0:
-            replicas.compare(plan.structures, _members(rows, plan.first), known, decision.aliases)
-
-
-def _alike(rows: NDArray[np.int64], first: Sequence[int], column: int) -> bool:
-    """Whether ranks of the same structure have the same in a column."""
-    return len(np.unique(rows[:, [0, 1, column]], axis=0)) == len(first)
+            replicas.compare(plan.structures, _members(plan.of, plan.first), known, decision.aliases)
 
 
 def _name_drifted(own: _Own, decision: _Decision, group: Group) -> None:
