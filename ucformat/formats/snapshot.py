@@ -60,6 +60,16 @@ def record_name(index: int) -> str:
     return f"slot-{index}.json"
 
 
+def parity_name(index: int) -> str:
+    """File of the parity that this rank keeps for the version in its slot `index`, inside the rank's directory."""
+    return f"parity-{index}.xor"
+
+
+def parity_record_name(index: int) -> str:
+    """Record of that parity, beside it."""
+    return f"parity-{index}.json"
+
+
 class SlotRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a slot holds; stored in the envelope of `ucf.json`."""
 

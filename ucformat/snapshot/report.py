@@ -76,6 +76,10 @@ class SnapshotReport:
     persisted: list[int] = field(default_factory=list)
     """Steps that were committed to storage, as this rank knows."""
     persist_failed: int = 0
+    protected: int = 0
+    """Versions that this rank has done its part to protect."""
+    unprotected: int = 0
+    """Versions for which it could not."""
     keeper_restarts: int = 0
     remarks: list[str] = field(default_factory=list)
     """What is worth knowing of the slots: that they are not in memory, or not pinned for a device."""
@@ -110,6 +114,8 @@ class SnapshotReport:
             lines.append(f"per step: {_mib(median(s.nbytes for s in done))}, waited {_ms(s.waited_ms for s in done)} ({waits})")
         persisted = f"{len(self.persisted)} persisted, {self.persist_failed} failed"
         lines.append(f"keeper: {self.hashed} hashed, {persisted}, {self.keeper_restarts} restarts")
+        if self.protected or self.unprotected:
+            lines.append(f"protection: {self.protected} versions, {self.unprotected} not")
         lines += [f"note: {text}" for text in self.remarks]
         lines += [f"failure: {text}" for text in list(self.failures)[-3:]]
         return "\n".join(lines)

@@ -6,10 +6,12 @@ Every rank decides from what all hosts hold, so all try the same versions in the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import islice
-from operator import attrgetter
+from operator import or_
 from typing import Any, Literal
 
 from ucformat import formats
@@ -27,14 +29,17 @@ from ucformat.formats import native
 from ucformat.formats.snapshot import rank_name
 from ucformat.group import Group
 from ucformat.reshard.load import LoadOptions, load_catalog
+from ucformat.snapshot.parity.lost_slot import LostSlotStore
 from ucformat.snapshot.recovery.catalog import open_version
 from ucformat.snapshot.recovery.hosts import Hosts, meet
-from ucformat.snapshot.recovery.inventory import HeldVersion, HostInventory, lost, scan, troubles, versions
+from ucformat.snapshot.recovery.inventory import HostInventory, scan
+from ucformat.snapshot.recovery.versions import ComputedSlot, HeldVersion, Losses, by_step, lost, troubles, versions
 from ucformat.snapshot.slots.restart_fence import Fence, abandon, read_fence
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
+_RANK = re.compile(r"rank-(\d{5,})/")
 _DAMAGE = (ChecksumError, FormatError, MissingFileError, NotACheckpointError, SnapshotChangedError, StorageError)
 """What another version may not have. Everything else says that the state is another one: it is raised, and nothing is tried."""
 
@@ -54,7 +59,10 @@ class Restored:
     """Newer versions, or ones that were to be preferred, that could not be used, and why; also logged as a warning."""
     served: Mapping[str, int] = field(default_factory=dict)
     """Bytes that all ranks read, by source: `this host` (a rank's own), `peer://<address>` of another host, `storage`. Blocks are
-    read whole, to be verified, so this is a little more than the state."""
+    read whole, to be verified, so this is a little more than the state. `parity` are bytes that were computed, each from
+    bytes that count at their own sources."""
+    computed: tuple[int, ...] = ()
+    """Ranks of the version whose slots were lost or damaged, and computed from parity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,10 @@ class _Candidate:
     source: Literal["memory", "storage"]
     where: str
     verified: bool
+
+    def what(self, memory: Mapping[int, HeldVersion]) -> object:
+        """What it is made of: the same step may be tried again without a slot or a host."""
+        return self.source, self.step, memory[self.step].slots if self.source == "memory" else ()
 
 
 def restore(
@@ -106,31 +118,54 @@ def restore(
 def _restore(state: MutableMapping[str, Any], hosts: Hosts, persist_url: str | None, group: Group) -> Restored | None:
     inventories, stored = _look(hosts, persist_url, group)
     abandoned = [f"step {step} in storage was saved before the job went back" for step in stored.abandoned]
-    found = versions(inventories)
-    memory: dict[int, HeldVersion] = {}
-    for version in filter(attrgetter("complete"), found):
-        memory.setdefault(version.step, version)
-    passed = [] if memory else list(islice((*hosts.unreachable.values(), *troubles(inventories, found)), 1))
-    passed += [] if not memory and stored.newest is None else abandoned
-    first: UcformatError | None = None
-    for choice in _choices(memory, stored, hosts.own.url, persist_url or "", passed):
-        before = hosts.read()
+    losses, first = Losses(), None
+    passed: list[str] = []
+    tried = set[object]()
+    while True:
+        found = versions(inventories, losses)
+        memory = by_step(found)
+        if not tried and not memory:
+            passed += islice((*hosts.unreachable.values(), *troubles(inventories, found)), 1)
+        if not tried and (memory or stored.newest is not None):
+            passed += abandoned
+        waiting = _choices(memory, stored, hosts.own.url, persist_url or "", damaged=bool(tried))
+        choice = next((item for item in waiting if item.what(memory) not in tried), None)
+        if choice is None:
+            break
+        tried.add(choice.what(memory))
         try:
-            stored_bytes = _load(choice, memory, hosts, state, group)
+            served = _load(choice, memory, hosts, state, group)
         except _DAMAGE as error:
             first = first or error
+            more = _blame(error, memory.get(choice.step) if choice.source == "memory" else None, hosts)
+            losses = reduce(or_, group.all_gather(more), losses)
             passed.append(f"step {choice.step} in {choice.source} can't be used ({error})")
             continue
         out_of_reach = [lost(version, inventories) for version in found if version.step > choice.step and not version.complete]
         passed += [*hosts.unreachable.values(), *filter(None, out_of_reach)] if memory else []
-        sources = {name: nbytes - before.get(name, 0) for name, nbytes in hosts.read().items()}
-        served = _sum(group.all_gather({**sources, "storage": stored_bytes}))
         return _restored(choice, memory, stored.newest, passed, served, group)
     if first is not None:
         raise first
     if passed:
         raise NotACheckpointError(hosts.own.url, f"{passed[0]}; to start anew, remove this directory")
     return None
+
+
+def _blame(error: UcformatError, version: HeldVersion | None, hosts: Hosts) -> Losses:
+    """What an error of reading a version in memory makes unusable, as this rank knows: a host, or the slot of a rank."""
+    file = str(getattr(error, "file", ""))
+    match = _RANK.search(file)
+    if version is None:
+        return Losses()
+    if isinstance(error, StorageError):
+        down = [host for host, store in hosts.stores.items() if store is not hosts.own and file.startswith(f"{store.url}/")]
+        if down:
+            return Losses(hosts=frozenset(down))
+    placed = next((item for item in version.slots if match and item.slot.rank == int(match[1])), None)
+    if placed is None:
+        return Losses()
+    key = frozenset({placed.slot.key})
+    return Losses(computed=key) if isinstance(placed, ComputedSlot) else Losses(slots=key)
 
 
 def _look(hosts: Hosts, persist_url: str | None, group: Group) -> tuple[list[HostInventory], _InStorage]:
@@ -147,43 +182,41 @@ def _look(hosts: Hosts, persist_url: str | None, group: Group) -> tuple[list[Hos
 
 
 def _choices(
-    memory: Mapping[int, HeldVersion], stored: _InStorage, directory: str, url: str, passed: list[str]
-) -> Iterator[_Candidate]:
-    """What to try, in order. `passed` grows while it is tried: from the first damage on, memory without checksums goes last."""
+    memory: Mapping[int, HeldVersion], stored: _InStorage, directory: str, url: str, *, damaged: bool
+) -> list[_Candidate]:
+    """What to try, in order. Once anything was `damaged`, memory without checksums goes last."""
 
     def in_storage(step: int) -> _Candidate:
         return _Candidate(step, "storage", f"{url.rstrip('/')}/{native.step_name(step)}", True)
 
     newest = -1 if stored.newest is None else stored.newest
     steps = sorted(memory, reverse=True)
-    waiting = [
+    order = [
         *(_Candidate(step, "memory", directory, memory[step].hashed) for step in steps if step >= newest),
         *([] if stored.newest is None else [in_storage(stored.newest)]),
         *(_Candidate(step, "memory", directory, memory[step].hashed) for step in steps if step < newest),
         *map(in_storage, stored.abandoned),
     ]
-    before = len(passed)
-    while waiting:
-        damaged = len(passed) > before
-        choice = next((item for item in waiting if item.verified), waiting[0]) if damaged else waiting[0]
-        waiting.remove(choice)
-        yield choice
+    return sorted(order, key=lambda item: not item.verified) if damaged else order
 
 
 def _load(
     choice: _Candidate, memory: Mapping[int, HeldVersion], hosts: Hosts, state: MutableMapping[str, Any], group: Group
-) -> int:
-    """Restore the state from a version; bytes that this rank has read of storage."""
-    if choice.source == "memory":
-        load_catalog(open_version(memory[choice.step], hosts, group), state, LoadOptions(), group)
-        return 0
+) -> dict[str, int]:
+    """Restore the state from a version; bytes that all ranks have read, by source."""
+    before, counts = hosts.read(), list[int]()
     catalog: Catalog | None = None
-    with group.together(f"opening step {choice.step} in {choice.source}"):
-        catalog = formats.open_catalog(choice.where)
-    assert catalog is not None
-    counts: list[int] = []
-    load_catalog(catalog, state, LoadOptions(on_bytes=counts.append), group)
-    return sum(counts)
+    if choice.source == "memory":
+        catalog = open_version(memory[choice.step], hosts, group)
+        load_catalog(catalog, state, LoadOptions(), group)
+    else:
+        with group.together(f"opening step {choice.step} in {choice.source}"):
+            catalog = formats.open_catalog(choice.where)
+        assert catalog is not None
+        load_catalog(catalog, state, LoadOptions(on_bytes=counts.append), group)
+    sources = {name: nbytes - before.get(name, 0) for name, nbytes in hosts.read().items()}
+    computed = sum(file.store.nbytes for file in catalog.files if isinstance(file.store, LostSlotStore))
+    return _sum(group.all_gather({**sources, "storage": sum(counts), "parity": computed}))
 
 
 def _restored(
@@ -198,10 +231,13 @@ def _restored(
     why = f"memory has {in_memory}, storage has {'none' if stored is None else f'step {stored}'}"
     if not choice.verified:
         why += "; unverified: not all of its slots had checksums yet"
+    computed = memory[choice.step].computed if choice.source == "memory" else ()
+    if computed:
+        why += f"; computed from parity: what rank{'s' * (len(computed) > 1)} {', '.join(map(str, computed))} held"
     why = "; ".join([*reversed(passed), why])
-    if passed and group.rank == 0:
+    if (passed or computed) and group.rank == 0:
         _LOG.warning("restored step %d from %s: %s", choice.step, choice.source, why)
-    return Restored(choice.step, choice.source, choice.where, why, choice.verified, tuple(passed), served)
+    return Restored(choice.step, choice.source, choice.where, why, choice.verified, tuple(passed), served, computed)
 
 
 def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -214,7 +250,7 @@ def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def _went_back(directory: str, found: HostInventory | None) -> Fence | None:
     """From where what is in memory of rank 0 went on; None where it is not known to have gone back."""
     fence = read_fence(f"{directory}/{rank_name(0)}")
-    here = found is not None and fence is not None and any(slot.run == fence.run for slot in found.slots)
+    here = found is not None and fence is not None and any(slot.key.run == fence.run for slot in found.slots)
     return fence if here else None
 
 

@@ -11,6 +11,8 @@ from ucformat.group import Group
 from ucformat.snapshot.copying.host import POLL_S
 from ucformat.snapshot.copying.version import Places, Taking
 from ucformat.snapshot.keeper.handoff import STOP_S, Persistence
+from ucformat.snapshot.protect.client import Done, Protector
+from ucformat.snapshot.protect.votes import InOrder
 from ucformat.snapshot.schedule.clock import now
 from ucformat.snapshot.slots.restart_fence import Fence, write_fence
 from ucformat.snapshot.slots.slot_set import Slot, SlotSet
@@ -24,6 +26,8 @@ class Room:
 
     def __init__(self, share: Share, slots: SlotSet, votes: VersionVotes, keeper: Persistence | None, group: Group) -> None:
         self.share, self.slots, self.votes, self.keeper = share, slots, votes, keeper
+        self.protector: Protector | None = None
+        self._tells = InOrder(lambda step, held: votes.tell(step, held=held))
         self.places, self.watch = Places.of(share, slots), Watch(share, group)
         self.patient_until = 0.0
         """On the monotonic clock: until then, a version waits for a slot."""
@@ -38,6 +42,7 @@ class Room:
         group: Group,
         create: Callable[[Share], SlotSet],
         start: Callable[[SlotSet], Persistence | None],
+        protect: Callable[[Done], Protector | None],
     ) -> Room:
         """Agree on the shares, make slots and start the keepers: on all ranks, or on none, where nothing is left of it.
 
@@ -53,8 +58,9 @@ class Room:
             slots.agree(group.distinct(slots.adopted))
             with group.together("starting keepers"):
                 keeper = start(slots)
-            votes = VersionVotes(group)
-            return cls(share, slots, votes, keeper, group)
+            room = cls(share, slots, VersionVotes(group), keeper, group)
+            room.protector = protect(room.is_protected)
+            return room
         except BaseException:
             if keeper is not None:
                 keeper.close()
@@ -99,10 +105,12 @@ class Room:
             self.slots.settle(fate.step, whole=fate.whole)
             if not fate.whole:
                 self._lacking.append(fate.step)
+                if self.protector is not None and self.protector.cancel(fate.step):
+                    self._tells.known(fate.step, held=False)
 
     def hear_until(self, until: float) -> None:
         """Hear what becomes of all versions that this rank has told of, or what is known of them at a time (monotonic)."""
-        while self.votes.waits and now() < until:
+        while (self.votes.waits or (self.protector is not None and self.protector.pending)) and now() < until:
             self.hear()
             time.sleep(POLL_S)
 
@@ -125,7 +133,7 @@ class Room:
         share = self.share
         self.slots.commit(taking.slot, taking.report.step, taking.boundary.tree, share.aliases, share.mesh, share.coords)
         if self._on_device:  # by the thread that waits for the device, past the deadline
-            self.votes.tell(taking.report.step, held=True)
+            self.tell(taking.report.step, slot=taking.slot)
 
     def confirm(self, taking: Taking) -> None:
         """The deadline has passed: tell the other ranks of the version. Raises TornError when it had to be taken back.
@@ -141,7 +149,20 @@ class Room:
         finally:
             if not held:
                 self.slots.withdraw(taking.slot, taking.report.step)
-            self.votes.tell(taking.report.step, held=held)
+            self.tell(taking.report.step, slot=taking.slot if held else None)
+
+    def tell(self, step: int, *, slot: Slot | None = None) -> None:
+        """Say that this rank holds a version, in a slot, or never will. Where versions are protected: once this one is."""
+        protector = self.protector
+        if protector is None or slot is None:
+            self._tells.expect(step, slot is not None)
+        elif self._tells.expect(step, None):
+            self.votes.watch(step)  # as soon as it is known that another rank lacks it, it is not waited for
+            protector.protect(step, slot.index)
+
+    def is_protected(self, step: int, why: str) -> None:
+        """Learn that this rank's part in protecting a version is done, or `why` it is not. By the protector's thread."""
+        self._tells.known(step, held=not why)
 
     def _prove_whole(self, taking: Taking) -> None:
         if changed := taking.changed():
@@ -154,7 +175,16 @@ class Room:
             stack.callback(self.votes.close)
             if self.keeper is not None:
                 stack.callback(self.keeper.close, STOP_S)
+            if self.protector is not None:
+                stack.callback(self.protector.close)
             write_fence(self.slots.folder, Fence.now(run, step - 1))
+
+    def make_way(self) -> None:
+        """Let go of everything but the keeper, which goes on with the slots of another room."""
+        if self.protector is not None:
+            self.protector.close()
+        self.votes.close()
+        self.slots.close()
 
     def close(self, *, remove: bool) -> None:
         """Let go of everything, whatever fails; versions stay unless `remove`."""
@@ -163,3 +193,5 @@ class Room:
             stack.callback(self.votes.close)
             if self.keeper is not None:
                 stack.callback(self.keeper.close)
+            if self.protector is not None:
+                stack.callback(self.protector.close)

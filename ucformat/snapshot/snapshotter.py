@@ -15,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,7 @@ from ucformat.snapshot.copying.version import Taking
 from ucformat.snapshot.copyplan.plan import Mode
 from ucformat.snapshot.keeper.handoff import Persist, Persistence
 from ucformat.snapshot.planner import Planner
+from ucformat.snapshot.protect.setup import Protection
 from ucformat.snapshot.recovery.hosts import ranks_here
 from ucformat.snapshot.report import SnapshotReport, StepReport, Warnings
 from ucformat.snapshot.restore import Restored, restore
@@ -65,7 +67,8 @@ class Snapshotter:
     `persist` sends some of them to storage, in a process of its own, as ordinary checkpoints. The same process computes block
     checksums, of the first step taken at or after each multiple of `hash_every` (0: of persisted ones alone); a version that
     has none is not verified when it is read.
-    `interface` is what other hosts reach this one at, a name or an address: by default that towards the job's master.
+    `protect` (`none`, `auto`, `mirror`, `xor`, `xor:<members>`) keeps parity of every version on other hosts; `domain` names what
+    is lost together, by default a host. `interface` is what other hosts reach this one at, by default that towards the master.
     """
 
     def __init__(
@@ -82,8 +85,11 @@ class Snapshotter:
         hash_every: int = 1,
         on_error: OnError = "skip",
         interface: str | None = None,
+        protect: str = "none",
+        domain: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._protection = Protection(protect, directory, domain, interface)
         if slots < 2 or every < 1:
             raise ValueError(f"slots ({slots}) must be at least 2 and every ({every}) at least 1")
         if persist is not None and persist.keep_every is not None and persist.every % every:
@@ -248,7 +254,7 @@ class Snapshotter:
             self.deadline()
             self.wait()
             if self._room is not None:
-                self._room.hear_until(now() + TELL_S)
+                self._room.hear_until(now() + (TELL_S if self._room.protector is None else CLOSE_S))
             self._collect()
 
     # -- a snapshot ----------------------------------------------------------------------------------------------
@@ -315,8 +321,7 @@ class Snapshotter:
         """Make slots for the state as it is now. The newest version stays in its old slot until there is one in a new slot."""
         self._collect(wait=True)
         self._room = None  # until all is set up again, here or in a later step
-        old.votes.close()
-        old.slots.close()
+        old.make_way()
         try:
             room = self._room = self._set_up(old.keeper)
         except BaseException:
@@ -331,7 +336,7 @@ class Snapshotter:
         if outcome.quiet:
             room.let_go(taking)
         if not outcome.finished:
-            room.votes.tell(taking.report.step, held=False)
+            room.tell(taking.report.step)
 
     def _collect(self, *, wait: bool = False) -> None:
         """Count the versions of which is known what became of them; `wait` for all."""
@@ -346,8 +351,9 @@ class Snapshotter:
                 self._fail(taking.report, error)
         if self._room is not None:
             for step in self._room.lacking(self._late[0][0].report.step if self._late else None):
-                if self._report.uncount(step, "another rank does not hold it"):
-                    self._warnings.first("another rank", f"step {step}: another rank does not hold it")
+                why = "another rank does not hold it" if self._room.protector is None else "it is not protected on all ranks"
+                if self._report.uncount(step, why):
+                    self._warnings.first("another rank", f"step {step}: {why}")
 
     def _commit(self, taking: Taking, outcome: Outcome) -> None:
         report, room = taking.report, self._room
@@ -366,14 +372,15 @@ class Snapshotter:
         # a device that is behind the host does not see when the host found a slot
         self._planner.learn(outcome, 0.0 if isinstance(outcome, LateOutcome) else taking.gate)
         if room.keeper is not None and taking.slot is not None:
-            room.keeper.committed(taking.slot, report.step, taking.due, room.patient_until)
+            due = taking.due if room.protector is None else replace(taking.due, hash=False)  # that is hashed for its parity
+            room.keeper.committed(taking.slot, report.step, due, room.patient_until)
 
     def _lost(self, step: int) -> None:
         """Tell that this rank will never hold a version, after what is told of earlier ones."""
         for _, outcome in self._late:
             known(outcome, wait=True)
         if self._room is not None:
-            self._room.votes.tell(step, held=False)
+            self._room.tell(step)
 
     def _fail(self, report: StepReport, error: Exception) -> None:
         report.skipped = f"{type(error).__name__}: {error}"
@@ -401,7 +408,8 @@ class Snapshotter:
                 return None
             return Persistence(slots, self._report, run, self._persist, self._warnings.first)
 
-        room = Room.make(self.state, self.group, create, start)
+        guard = partial(self._protection.start, self.group, run, self._report, self._warnings.first)
+        room = Room.make(self.state, self.group, create, start, guard)
         if isinstance(self._copier, DeviceCopier):
             room.pin()
         self._report.strategy, self._report.slots = str(self._planner.strategy), self.slot_count

@@ -171,3 +171,28 @@ def test_a_single_rank_knows_at_once() -> None:
     peers.tell(2, held=True)
     assert peers.hear() == []
     peers.close()
+
+
+def watching(flag: str) -> None:
+    """A rank that has not told of a version yet learns that another one lacks it, and may say of later ones that it does."""
+    peers = VersionVotes(current())
+    if dist.get_rank() == 0:
+        peers.watch(1)
+        peers.tell(2, held=False)
+        peers.watch(3)
+        Path(flag).touch()
+        assert hear(peers, 2) == [VersionOutcome(1, False), VersionOutcome(2, False)]
+        peers.tell(1, held=False)
+        peers.tell(3, held=True)
+    else:
+        until(Path(flag).exists)
+        for step in (1, 2, 3):
+            peers.tell(step, held=step > 1)
+        assert hear(peers, 2) == [VersionOutcome(1, False), VersionOutcome(2, False)]
+    assert hear(peers, 1) == [VersionOutcome(3, True)]
+    assert peers.hear() == []
+    peers.close()
+
+
+def test_what_another_rank_lacks_is_known_before_this_one_has_told(tmp_path: Path) -> None:
+    on_ranks(2, watching, str(tmp_path / "flag"))

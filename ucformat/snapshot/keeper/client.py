@@ -225,7 +225,7 @@ class Keeper:
     def _bury(self) -> list[Event]:
         """Account for a keeper that died."""
         assert self._process is not None
-        self._why = f"the keeper {_fate(self._process.returncode)}{self._last_words()}"
+        self._why = f"the keeper {describe_exit(self._process.returncode)}{self._last_words()}"
         self._release()
         steady = time.monotonic() - self._began > STEADY_S
         self._start_at = time.monotonic() + (0.0 if steady else self._pause)
@@ -279,7 +279,7 @@ class Keeper:
             events += self._hear()
         why = f"the keeper was stopped and had not finished within {timeout_s:g} s"
         try:
-            why = f"the keeper {_fate(self._process.wait(max(0.0, deadline - time.monotonic())))}{self._last_words()}"
+            why = f"the keeper {describe_exit(self._process.wait(max(0.0, deadline - time.monotonic())))}{self._last_words()}"
         except subprocess.TimeoutExpired:
             self._kill()
         events += self._hear()
@@ -300,7 +300,7 @@ class Keeper:
         return [Failed(step, why) for step in steps]
 
 
-def _fate(status: int) -> str:
+def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     try:

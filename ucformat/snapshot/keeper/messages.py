@@ -202,7 +202,7 @@ class Inbox(Generic[T]):
         return [self._decode(self._ready.popleft()) for _ in range(count)]
 
 
-def send(fd: int, message: Command | Event) -> bool:
+def send(fd: int, message: msgspec.Struct) -> bool:
     """Write a message; False when the pipe is full (if it does not block) or nobody reads it any more."""
     view = memoryview(msgspec.json.encode(message) + b"\n")
     try:

@@ -126,7 +126,7 @@ class Keeping:
             os._exit(HUNG)
 
 
-def _go_first() -> None:
+def go_first() -> None:
     """When memory is short, the kernel is to end the keeper, not the trainer."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
@@ -152,7 +152,7 @@ def _prepare(options: KeeperOptions) -> None:
 def main() -> None:
     """Run with the file descriptors of the two pipes as arguments."""
     orders, events = int(sys.argv[1]), int(sys.argv[2])
-    _go_first()
+    go_first()
     inbox: Inbox[Command] = Inbox(orders, COMMANDS.decode)
     begin = _begin(inbox)
     if begin is not None:

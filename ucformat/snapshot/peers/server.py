@@ -35,7 +35,7 @@ from ucformat.snapshot.peers.wire import (
 )
 from ucformat.storage.regular_file import open_regular
 
-TICK_S = 0.2  # between looks at the clock and at whether to stop
+TICK_S = 0.05  # between looks at the clock and at whether to stop
 SEND_BYTES = 1 << 20  # to one client before the others have their turn
 LIST_BYTES = 8 << 20  # of one list of names
 BACKLOG = 128
@@ -66,7 +66,9 @@ class Tally:
     refused: int = 0
     """Wrong proofs, and garbage in place of one."""
     expired: int = 0
-    """No proof in time, idle, or not reading."""
+    """No proof in time, or not reading."""
+    idle: int = 0
+    """Members that asked for nothing; they connect again."""
     crowded: int = 0
     """Closed for want of room."""
     malformed: int = 0
@@ -178,14 +180,14 @@ class PeerServer(threading.Thread):
         """Disconnect, and count."""
         setattr(self.tally, kind, getattr(self.tally, kind) + 1)
         self._drop(client)
-        if kind not in self._kinds and self._on_stranger is not None:
+        if kind not in (*self._kinds, "idle") and self._on_stranger is not None:
             self._kinds.add(kind)
             self._on_stranger(f"a connection to the snapshots of this host was closed ({kind})")
 
     def _expire(self) -> None:
         now = time.monotonic()
         for client in [client for client in self._clients.values() if client.deadline < now]:
-            self._refuse(client, "expired")
+            self._refuse(client, "idle" if client.member and not client.sending else "expired")
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
@@ -216,6 +218,7 @@ class PeerServer(threading.Thread):
                 client.deadline = time.monotonic() + self._limits.stall_s
                 if client.start == client.stop:
                     self._close_file(client)
+                    client.deadline = time.monotonic() + self._limits.idle_s
         except BlockingIOError:
             return True
         return True

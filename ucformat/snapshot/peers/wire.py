@@ -12,7 +12,7 @@ LENGTH = struct.Struct("!H")
 REQUEST_BYTES = 1024  # of one request, more than any path and number need
 READ_BYTES = 64 << 20  # of one reply: a reader asks for longer ranges in parts
 _FOLDER = r"rank-\d{5,12}"
-_FILE = r"(?:slot|parity)-\d{1,9}\.(?:safetensors|json)|restored\.json"
+_FILE = r"slot-\d{1,9}\.(?:safetensors|json)|parity-\d{1,9}\.(?:xor|json)"
 FOLDER, FILE = re.compile(_FOLDER), re.compile(f"{_FOLDER}/(?:{_FILE})")
 """What may be listed, and what may be read. Nothing else in a snapshot directory is anybody else's business."""
 

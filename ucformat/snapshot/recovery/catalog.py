@@ -1,35 +1,43 @@
-"""The catalog of one version whose slots lie on several hosts: each host reads its own headers, and all ranks get all of them."""
+"""The catalog of one version whose slots lie on several hosts: each host reads its own headers, and all ranks get all of them.
+
+A slot that is lost is a file in a store that computes it; the rest of the product does not know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ucformat.catalog import Catalog
-from ucformat.errors import SnapshotChangedError
+from ucformat.errors import ChecksumError, FormatError, MissingFileError, SnapshotChangedError
 from ucformat.formats.native.fragments import ShardTable
 from ucformat.formats.snapshot import (
     DescribedShard,
     HeldShard,
     SlotGuard,
+    SlotRecord,
     assemble,
     decode_slot,
     describe,
     encode_slot,
+    parity_name,
     rank_name,
     read_slot,
+    slot_name,
 )
 from ucformat.group import Group
+from ucformat.snapshot.parity.lost_slot import FileAt, LostSlot, LostSlotStore
+from ucformat.snapshot.parity.record import read_parity
 from ucformat.snapshot.recovery.hosts import Hosts
-from ucformat.snapshot.recovery.inventory import HeldVersion
+from ucformat.snapshot.recovery.inventory import SlotKey, StripeSummary
+from ucformat.snapshot.recovery.versions import ComputedSlot, HeldVersion, PlacedStripe
+from ucformat.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class _SentShard:
-    """What a host tells the others of one of its slots."""
+    """What a host tells the others of one slot: one of its own, or one that it has looked at through parity."""
 
-    host: int
-    index: int
     record: bytes
     table: ShardTable
 
@@ -43,26 +51,114 @@ def open_version(version: HeldVersion, hosts: Hosts, group: Group) -> Catalog:
     mine: list[_SentShard] = []
     what = f"opening step {version.step} in memory"
     with group.together(what):
-        mine = list(_describe_own(version, hosts)) if hosts.leads else []
+        mine = list(describe_own(version, hosts)) if hosts.leads else []
     sent = [shard for each in group.all_gather(mine) for shard in each]
     catalog: Catalog | None = None
     with group.together(what):
-        shards = sorted((_received(shard, hosts) for shard in sent), key=lambda shard: shard.held.record.rank)
-        catalog = assemble(shards, hosts.own)
+        catalog = assemble(_received(version, sent, hosts), hosts.own)
     assert catalog is not None
     return catalog
 
 
-def _describe_own(version: HeldVersion, hosts: Hosts) -> Iterator[_SentShard]:
+def describe_own(version: HeldVersion, hosts: Hosts) -> Iterator[_SentShard]:
+    """What this host has of a version. Raises SnapshotChangedError, ChecksumError, FormatError."""
     for placed in version.slots:
-        if placed.host == hosts.number:
+        if isinstance(placed, ComputedSlot):
+            if placed.stripes[0].host == hosts.number:  # which also has the record of the lost slot
+                record = _record_of(placed, hosts)
+                store = LostSlotStore(_lost_slot(placed, record, hosts))
+                yield _SentShard(encode_slot(record), describe(store, _held(record, 0)).table)
+        elif placed.host == hosts.number:
             held = read_slot(hosts.own, rank_name(placed.slot.rank), placed.slot.index)
-            if not placed.slot.is_of(held.record):
+            if SlotKey.of(held.record) != placed.slot.key:
                 raise SnapshotChangedError(f"{hosts.own.url}/{held.path}", version.step)
-            yield _SentShard(placed.host, held.index, encode_slot(held.record), describe(hosts.own, held).table)
+            yield _SentShard(encode_slot(held.record), describe(hosts.own, held).table)
 
 
-def _received(shard: _SentShard, hosts: Hosts) -> DescribedShard:
-    record = decode_slot(shard.record, f"record of a slot on host {shard.host}")
-    held, store = HeldShard(rank_name(record.rank), shard.index, record), hosts.stores[shard.host]
-    return DescribedShard(held, shard.table, store, SlotGuard(store, held))
+def _record_of(placed: ComputedSlot, hosts: Hosts) -> SlotRecord:
+    """The record of a lost slot, as the first stripe of its group has it. Raises SnapshotChangedError."""
+    stripe = placed.stripes[0].stripe
+    held = read_parity(hosts.own, rank_name(stripe.rank), stripe.index)
+    if StripeSummary.of(held) != stripe:
+        raise SnapshotChangedError(f"{hosts.own.url}/{held.path}", placed.slot.key.step)
+    return held.record.members[placed.member]
+
+
+def _received(version: HeldVersion, sent: list[_SentShard], hosts: Hosts) -> list[DescribedShard]:
+    """The slots of all ranks, in their order, each with the store that it is read from. Raises FormatError."""
+    decoded = [(decode_slot(shard.record, "record of a slot"), shard) for shard in sent]
+    records = {record.rank: (record, shard) for record, shard in decoded}
+    shards: list[DescribedShard] = []
+    for placed in version.slots:
+        if placed.slot.rank not in records:
+            raise FormatError(hosts.own.url, f"no host told of the slot of rank {placed.slot.rank} of step {version.step}")
+        record, shard = records[placed.slot.rank]
+        if isinstance(placed, ComputedSlot):
+            lost = _lost_slot(placed, record, hosts)
+            shards.append(DescribedShard(_held(record, 0), shard.table, LostSlotStore(lost), lost.guard))
+        else:
+            held, store = _held(record, placed.slot.index), hosts.stores[placed.host]
+            shards.append(DescribedShard(held, shard.table, store, SlotGuard(store, held)))
+    return shards
+
+
+def _held(record: SlotRecord, index: int) -> HeldShard:
+    return HeldShard(rank_name(record.rank), index, record)
+
+
+def _lost_slot(placed: ComputedSlot, record: SlotRecord, hosts: Hosts) -> LostSlot:
+    """A lost slot by what is left of its group."""
+    others = [number for number in range(len(placed.slots) + 1) if number != placed.member]
+    slots: dict[int, tuple[FileAt, int]] = {}
+    stripes: dict[int, FileAt] = {}
+    guards = []
+    for number, slot, kept in zip(others, placed.slots, placed.stripes, strict=True):
+        path = f"{rank_name(slot.slot.rank)}/{slot_name(slot.slot.index)}"
+        slots[number] = FileAt(hosts.stores[slot.host], path), slot.slot.key.size
+        guards.append(_KeyGuard(hosts.stores[slot.host], slot.slot.index, slot.slot.key))
+        stripe = kept.stripe
+        stripes[number] = FileAt(hosts.stores[kept.host], f"{rank_name(stripe.rank)}/{parity_name(stripe.index)}")
+    return LostSlot(
+        record,
+        placed.member,
+        placed.stripes[0].stripe.chunk,
+        slots,
+        stripes,
+        (*guards, *(_StripeGuard(hosts.stores, kept) for kept in placed.stripes)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyGuard:
+    """Raises SnapshotChangedError once a slot holds something else."""
+
+    store: Store
+    index: int
+    key: SlotKey
+
+    def __call__(self) -> None:
+        folder = rank_name(self.key.rank)
+        try:
+            same = SlotKey.of(read_slot(self.store, folder, self.index).record) == self.key
+        except (MissingFileError, FormatError, ChecksumError):
+            same = False
+        if not same:
+            raise SnapshotChangedError(f"{self.store.url}/{folder}/{slot_name(self.index)}", self.key.step)
+
+
+@dataclass(frozen=True, slots=True)
+class _StripeGuard:
+    """Raises SnapshotChangedError once a stripe is another one."""
+
+    stores: Mapping[int, Store]
+    kept: PlacedStripe
+
+    def __call__(self) -> None:
+        stripe, store = self.kept.stripe, self.stores[self.kept.host]
+        folder = rank_name(stripe.rank)
+        try:
+            same = StripeSummary.of(read_parity(store, folder, stripe.index)) == stripe
+        except (MissingFileError, FormatError, ChecksumError):
+            same = False
+        if not same:
+            raise SnapshotChangedError(f"{store.url}/{folder}/{parity_name(stripe.index)}", stripe.members[0].step)

@@ -20,7 +20,16 @@ import numpy as np
 
 from ucformat.errors import FormatError, SnapshotMemoryError, StorageError
 from ucformat.formats.native.shard import ShardLayout, hex_digest
-from ucformat.formats.snapshot import SlotRecord, decode_slot, encode_slot, rank_name, record_name, slot_name
+from ucformat.formats.snapshot import (
+    SlotRecord,
+    decode_slot,
+    encode_slot,
+    parity_name,
+    parity_record_name,
+    rank_name,
+    record_name,
+    slot_name,
+)
 from ucformat.snapshot.slots.free_memory import MEMORY_KINDS, PART, filesystem, room
 from ucformat.storage.local import ALIGNMENT
 from ucformat.storage.regular_file import open_regular
@@ -191,6 +200,13 @@ def drop(folder: str, index: int, timeout_s: float = 1.0) -> None:
     with _alone(folder, index, timeout_s):  # should a dying keeper hold it for longer, it finds no record afterwards
         remove(f"{folder}/{record_name(index)}")
         remove(path)
+    drop_parity(folder, index)
+
+
+def drop_parity(folder: str, index: int) -> None:
+    """Remove the parity that belongs to the version in a slot, its record first."""
+    remove(f"{folder}/{parity_record_name(index)}")
+    remove(f"{folder}/{parity_name(index)}")
 
 
 @contextmanager

@@ -46,6 +46,12 @@ class VersionVotes:
         self._past: list[int] = []
         """Steps whose fate is known and whose counters may still be there."""
         self._told, self._batch, self._looked = -1, 0, 0.0
+        self._watched: set[int] = set()
+        """Steps that this rank will tell of, and looks at before."""
+        self._early: set[int] = set()
+        """Steps beyond watched ones that were told of: lost ones only."""
+        self._over: set[int] = set()
+        """Watched steps whose fate became known before this rank told of them."""
         self._store: dist.Store | None = None
         self.trouble = ""
         """Why fates are not learnt, in words; empty when all is well."""
@@ -53,16 +59,34 @@ class VersionVotes:
             self._store = dist.PrefixStore(f"ucformat/{group.broadcast(uuid.uuid4().hex)}", connection())
 
     def tell(self, step: int, *, held: bool) -> None:
-        """Say that this rank holds a version, or never will; any thread. Steps ascend, and the first word counts."""
+        """Say that this rank holds a version, or never will; any thread. Steps ascend, and the first word counts.
+
+        That it never will may also be said while an earlier step is watched and not told of.
+        """
         with self._guard:
-            if step <= self._told:
+            if step in self._early or (step <= self._told and step not in self._watched):
                 return
-            self._told = step
+            self._watched.discard(step)
+            if any(other < step for other in self._watched):
+                self._early.add(step)
+            else:
+                self._told = max(self._told, step)
+                self._early = {other for other in self._early if other > self._told}
             if self._world == 1:
                 self._known.append(VersionOutcome(step, held))
                 return
-            self._open.append(step)
+            if step not in self._open and step not in self._over:
+                self._open.append(step)
+            self._over.discard(step)
             self._add(f"{step}", TOLD + HELD * held)
+
+    def watch(self, step: int) -> None:
+        """Learn of a version that another rank lacks, before this rank tells of it, which it will; any thread."""
+        with self._guard:
+            if step > self._told and step not in self._watched:
+                self._watched.add(step)
+                if self._world > 1:
+                    self._open.append(step)
 
     def hear(self) -> list[VersionOutcome]:
         """What has become known since the last call, in the order of steps. Any thread; never waits for a rank."""
@@ -111,6 +135,8 @@ class VersionVotes:
                 self.trouble = f"of step {self._open[0]} only {told} of {self._world} ranks have told"
                 return
             step = self._open.popleft()
+            if step in self._watched:
+                self._over.add(step)
             self._known.append(VersionOutcome(step, held == self._world))
             self._forget(step)
 
