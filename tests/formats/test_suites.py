@@ -14,8 +14,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ucformat
+from tests.formats import megatron_fixtures
 from tests.formats.deepspeed_fixtures import DATA
-from ucformat.formats import dcp, dcp_hf, deepspeed, hf, hf_bin, native, torchsave
+from ucformat.formats import dcp, dcp_hf, deepspeed, hf, hf_bin, megatron, native, torchsave
 from ucformat.testing import ReaderTests, Sample, WriterTests
 from ucformat.testing.writers import VALUES as VALUES_OF_WRITERS
 from ucformat.testing.writers import samples
@@ -110,6 +111,25 @@ class TestDeepSpeedReader(ReaderTests):
         """What DeepSpeed has written; that its tensors are the engine's is tested in `test_deepspeed`."""
         shutil.copytree(DATA / "z0", folder / "ck")
         return Sample(folder / "ck", {name: lazy.read() for name, lazy in ucformat.open(folder / "ck").items()})
+
+
+class TestMegatronReader(ReaderTests):
+    reader = megatron.READER
+    flips = 12  # of files of some 50 KB
+
+    def make(self, folder: Path) -> Sample:
+        """What Megatron has written; that its tensors are right is tested in `test_megatron`."""
+        shutil.copytree(megatron_fixtures.folder("nodist", "legacy"), folder / "ck")
+        return Sample(folder / "ck", megatron_fixtures.tensors_of("nodist", "legacy"))
+
+
+class TestMegatronDistributedReader(ReaderTests):
+    reader = megatron.READER
+    flips = 12  # as above
+
+    def make(self, folder: Path) -> Sample:
+        shutil.copytree(megatron_fixtures.folder("single"), folder / "ck")
+        return Sample(folder / "ck", megatron_fixtures.tensors_of("single"))
 
 
 class TestNativeWriter(WriterTests):

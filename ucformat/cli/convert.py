@@ -34,6 +34,9 @@ def convert(
     rename: list[str] | None = typer.Option(
         None, help="Rename: `REGEX=TEXT` over names, as `^model/net\\.=model/`. Repeatable, applied in order."
     ),
+    family: str | None = typer.Option(
+        None, help="Translate between Megatron and Hugging Face: `llama`, `mixtral`, … or `auto`; `llama:heads=32,groups=8`."
+    ),
     layout: str | None = typer.Option(None, help="Cut for a mesh, one file per rank: `dp=2,tp=4` or a JSON rule file."),
     max_file_size: str = typer.Option("4GiB", help="Largest file of an output that is split into several."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the checkpoint at DST."),
@@ -61,6 +64,7 @@ def convert(
             select=select or (),
             exclude=exclude or (),
             rename=parse_renames(rename or ()),
+            family=family,
             layout=mesh,
             max_file_bytes=limit,
             overwrite=overwrite,

@@ -21,6 +21,7 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
+from ucformat.families import translate
 from ucformat.formats import native, owned, ownership, partial, sidecar_files
 from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.hf.companions import companions_of
@@ -121,6 +122,7 @@ def convert(
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rename: Rename = (),
+    family: str | None = None,
     layout: MeshLayout | str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -133,6 +135,11 @@ def convert(
     `rename` changes names first: a function, or pairs of a regular expression and what takes the place of each match, over
     canonical names (`model/<parameter>`, `optimizer/<parameter>/<state>`). Into hf, what wrappers add to names
     (`_orig_mod.`, `module.`…) is left out anyway.
+
+    `family` translates names and shapes of the model, and of its optimizer state, between Megatron and Hugging Face
+    transformers, whichever the source has: `llama` (also Mistral, Qwen2, Qwen3), `mixtral`, `qwen_moe`, `gpt2`, `gpt_neox`,
+    any of their `model_type`s, or `auto`. Numbers that neither a `config.json` nor Megatron's arguments say are given behind it:
+    `llama:heads=32,groups=8,head_dim=128,vocab=32000`.
 
     `dtype` converts the floating-point tensors of the model (F64, F32, F16, BF16 among each other), but for those whose names
     match a glob in `keep_dtype` and those that the model's library keeps wide in half precision (the report lists these);
@@ -155,6 +162,7 @@ def convert(
             select=select,
             exclude=exclude,
             rename=rename,
+            family=family,
             layout=parse(layout) if isinstance(layout, str) else layout,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
@@ -176,6 +184,7 @@ def prepare(
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rename: Rename = (),
+    family: str | None = None,
     layout: MeshLayout | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -195,15 +204,17 @@ def prepare(
     reader, catalog = formats.open_source(source)
     store, file = _destination(dst, writer)
     _check_destination(src, dst, writer, store, file, overwrite)
+    beside = _companions(source, reader, catalog) if companions is None else companions_of(companions)
     catalog = rename_catalog(catalog, rename) if rename else catalog
     catalog, unwrapped = unwrap_model(catalog) if writer.bare_names else (catalog, "")
+    if family is not None:
+        catalog = translate(catalog, family, sidecar_files.configs(beside).values())
     masters = master_weights.converted_weights(catalog, wanted_dtype)
     masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
     chosen = choose(master_weights.from_their_masters(catalog, masters), writer, select, exclude, src)
     masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
     chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
     kept = chosen.catalog
-    beside = _companions(source, reader, kept) if companions is None else companions_of(companions)
     said = [unwrapped] if unwrapped else []
     said += [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
     specs, remarks = list(kept.tensors), [*catalog.notes.remarks, *said, *chosen.remarks(to)]
