@@ -132,7 +132,24 @@ def flaw(target: Box, offset: Ints, length: Ints) -> Flaw | None:
     if target.volume == 0:
         return None
     alive = (length > 0).all(axis=1)
-    return _flaw(target, offset[alive], length[alive])
+    offset, length = offset[alive], length[alive]
+    return None if _is_grid(target, offset, length) else _flaw(target, offset, length)
+
+
+def _is_grid(target: Box, offset: Ints, length: Ints) -> bool:
+    """Whether the boxes are all cells of a grid over `target`, each once, as meshes cut tensors: cheap to see, however many."""
+    cells = np.zeros(len(offset), dtype=np.int64)
+    count = 1
+    for dim, (first, extent) in enumerate(zip(target.offset, target.length, strict=True)):
+        starts, at = np.unique(offset[:, dim], return_inverse=True)
+        stops = np.append(starts[1:], first + extent)
+        if not len(starts) or starts[0] != first or (offset[:, dim] + length[:, dim] != stops[at]).any():
+            return False
+        cells = cells * len(starts) + at
+        count *= len(starts)
+        if count > len(offset):
+            return False
+    return count == len(offset) and len(np.unique(cells)) == count
 
 
 def _flaw(target: Box, offset: Ints, length: Ints) -> Flaw | None:

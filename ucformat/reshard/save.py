@@ -100,7 +100,7 @@ def _commit(
     group: Group,
 ) -> None:
     """Rank 0 gathers tables and value trees (each different one once) and commits."""
-    ranks = group.gather(tables)
+    everyone = native.gather_tables(tables, group)
     trees = group.gather_from(division.tree, division.tree_holders)
     with group.together(f"committing {store.url}"):
         if attempt is not None:
@@ -108,4 +108,4 @@ def _commit(
             notes = Notes(native.NAME, options.step, dict(division.mesh))
             carried = native.carry_companions(beside, store, attempt.generation)
             contents = native.Contents(merged, division.aliases, notes, carried)
-            native.commit(attempt, [table for held in ranks for table in held], contents)
+            native.commit(attempt, everyone, contents)

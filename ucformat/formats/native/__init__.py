@@ -19,7 +19,7 @@ from ucformat.formats.native.attempt import (
     torn_record,
 )
 from ucformat.formats.native.checkpoint import NOTHING, changed, detect, explain, find, is_unfinished, open_catalog
-from ucformat.formats.native.fragments import ShardTable, merge, prove_whole, tabulate
+from ucformat.formats.native.fragments import ShardTable, gather_tables, merge, prove_whole, tabulate
 from ucformat.formats.native.manifest import MANIFEST, Record
 from ucformat.formats.native.reindex import reindex
 from ucformat.formats.native.retention import clear_steps, expired, prune_steps, remove_step
@@ -47,6 +47,7 @@ __all__ = [
     "Generation",
     "Record",
     "ShardTable",
+    "gather_tables",
     "changed",
     "clear",
     "clear_one",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import xxhash
 
 from ucformat import box as boxes
 from ucformat.box import Box, Ints
 from ucformat.catalog import FragmentTable, TensorSpec
 from ucformat.errors import CoverageError, OverlapError, ValueConflictError
 from ucformat.formats.native.shard import ShardPiece, ShardRecord
+from ucformat.group import Group, leaders, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,33 @@ def tabulate(record: ShardRecord, pieces: Sequence[ShardPiece]) -> ShardTable:
     )
 
 
+def gather_tables(tables: Sequence[ShardTable], group: Group) -> list[ShardTable]:
+    """All ranks' tables in rank order, on rank 0; nothing elsewhere. Lists of tensors that ranks have alike travel once.
+
+    Every rank of `group` calls it. Raises RankFailedError.
+    """
+    lists = tuple(table.specs for table in tables)
+    key = "\n".join(f"{spec.name}\t{spec.dtype}\t{spec.shape}" for specs in lists for spec in specs)
+    lengths = ",".join(str(len(specs)) for specs in lists)
+    of = leaders(group.numbers(words(xxhash.xxh3_128_intdigest(f"{lengths}\n{key}".encode("utf-8", "surrogatepass")))))
+    first: list[int] = np.unique(of).tolist()
+    known = group.gather_from(lists if group.rank in first else None, first)
+    gathered = group.gather([replace(table, specs=()) for table in tables])
+    return [
+        replace(table, specs=specs)
+        for rank, theirs in enumerate(gathered)
+        for table, specs in zip(theirs, known[int(of[rank])], strict=True)
+    ]
+
+
 def merge(tables: Sequence[ShardTable], url: str) -> tuple[tuple[TensorSpec, ...], FragmentTable]:
     """Tensors and fragments of all shards. Raises ValueConflictError when they disagree about a tensor."""
     known: dict[str, tuple[TensorSpec, int]] = {}
+    lists: dict[int, tuple[TensorSpec, ...]] = {}
     for number, table in enumerate(tables):
+        if id(table.specs) in lists:
+            continue  # of ranks that hold parts of the same tensors
+        lists[id(table.specs)] = table.specs
         for spec in table.specs:
             first, where = known.setdefault(spec.name, (spec, number))
             if first != spec:
@@ -59,7 +84,8 @@ def merge(tables: Sequence[ShardTable], url: str) -> tuple[tuple[TensorSpec, ...
     specs = tuple(known[name][0] for name in sorted(known))
     ids = {spec.name: i for i, spec in enumerate(specs)}
     ndim = max((len(spec.shape) for spec in specs), default=0)
-    tensor = [np.array([ids[s.name] for s in t.specs], dtype=np.int32)[t.tensor] for t in tables if len(t.tensor)]
+    number_of = {key: np.array([ids[spec.name] for spec in held], dtype=np.int32) for key, held in lists.items()}
+    tensor = [number_of[id(table.specs)][table.tensor] for table in tables if len(table.tensor)]
     full = [(number, table) for number, table in enumerate(tables) if len(table.tensor)]
     columns = FragmentTable(
         np.concatenate(tensor) if tensor else np.empty(0, np.int32),
