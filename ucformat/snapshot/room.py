@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ class Room:
         self.places, self.watch = Places.of(share, slots), Watch(share, group)
         self.patient_until = 0.0
         """On the monotonic clock: until then, a version waits for a slot."""
+        self._trainer = threading.get_ident()
         self._on_device = False
         self._lacking: deque[int] = deque()
         """Steps whose versions some rank does not hold, as far as this has become known and is not counted yet."""
@@ -60,6 +62,8 @@ class Room:
                 keeper = start(slots)
             room = cls(share, slots, VersionVotes(group), keeper, group)
             room.protector = protect(room.is_protected)
+            if room.protector is not None:
+                room.votes.allow(room.protector.longest_s)
             return room
         except BaseException:
             if keeper is not None:
@@ -85,6 +89,9 @@ class Room:
         while True:
             self.hear()
             slot = self.slots.begin()
+            if slot is None and threading.get_ident() == self._trainer:  # there may be news since the last look
+                self.hear(fresh=True)
+                slot = self.slots.begin()
             if slot is not None and self._on_device:
                 self.slots.hold(slot)  # until the device is done with it, which may be after the next version was begun
             if slot is not None or now() >= self.patient_until:
@@ -99,9 +106,9 @@ class Room:
         why = why or self.votes.trouble or "others are read, or still needed until all ranks have the next version"
         return f"no free slot: {why}"
 
-    def hear(self) -> None:
-        """What became of versions that the ranks have told of."""
-        for fate in self.votes.hear():
+    def hear(self, *, fresh: bool = False) -> None:
+        """What became of versions that the ranks have told of, as far as is known; `fresh` asks again."""
+        for fate in self.votes.hear(fresh=fresh):
             self.slots.settle(fate.step, whole=fate.whole)
             if not fate.whole:
                 self._lacking.append(fate.step)

@@ -351,7 +351,8 @@ class Snapshotter:
                 self._fail(taking.report, error)
         if self._room is not None:
             for step in self._room.lacking(self._late[0][0].report.step if self._late else None):
-                why = "another rank does not hold it" if self._room.protector is None else "it is not protected on all ranks"
+                alone = self._room.protector is None
+                why = "not all ranks hold it, or said so in time" if alone else "it is not protected on all ranks"
                 if self._report.uncount(step, why):
                     self._warnings.first("another rank", f"step {step}: {why}")
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from tests.reshard.ranks import on_ranks
 from tests.snapshot.rigs.jobs import PATIENCE_S, Job
 from ucformat.group import Group, current
+from ucformat.snapshot.slots import votes
 from ucformat.snapshot.slots.votes import BATCH, VersionOutcome, VersionVotes
 
 VERSIONS = 40
@@ -102,7 +107,65 @@ def test_without_a_rank_that_died_no_fate_is_made_up_and_nothing_raises_or_waits
     fates, trouble = job.hear(0)
     job.kill()
     assert fates == []
-    assert trouble == "of step 2 only 1 of 2 ranks have told"
+    assert trouble == "1 of 2 ranks have said so far what became of step 2"
+
+
+def stopped(rank: int, link: Connection) -> None:
+    votes.VOTE_S = 0.5
+    peers = VersionVotes(current())
+    peers.tell(1, held=True)
+    fates = hear(peers, 1)
+    if rank == 1:
+        link.send("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for step in (2, 3):
+        peers.tell(step, held=True)
+        fates += hear(peers, 1)
+    link.send(fates)
+    peers.close()
+
+
+def test_a_version_on_which_a_rank_says_nothing_for_long_is_withdrawn_on_all_ranks() -> None:
+    job = Job(2, stopped)
+    assert job.hear(1) == "stopping"
+    fates = [VersionOutcome(1, True), VersionOutcome(2, False), VersionOutcome(3, False)]
+    assert job.hear(0) == fates  # the other one is stopped all the while
+    pid = job.ranks[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+    assert job.hear(1) == fates
+    job.join()
+
+
+SERVER = """
+import datetime, sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_does_not_answer_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(votes, "SILENT_S", 0.1)
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with server:
+        assert server.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), timeout=timedelta(seconds=PATIENCE_S))
+        booth = votes._Booth(2, store)
+        booth.tell(1, held=True)
+        store.add("1", votes.VOTED + votes.HELD)  # the other rank
+        fates: list[VersionOutcome] = []
+        until(lambda: bool(fates.extend(booth.hear(fresh=True)) or fates))
+        server.send_signal(signal.SIGSTOP)
+        booth.tell(2, held=True)
+        assert booth.hear(fresh=True) == []
+        until(lambda: "does not answer" in booth.trouble())
+        booth.tell(3, held=True)
+        assert booth.hear(fresh=True) == []
+        booth.close()
+        assert not booth.waits()
+        server.kill()
+    assert fates == [VersionOutcome(1, True)]
 
 
 def apart() -> tuple[list[VersionOutcome], str]:
@@ -130,8 +193,9 @@ def tidy(rank: int, link: Connection) -> None:
             peers.tell(step, held=True)
             assert hear(peers, 1) == [VersionOutcome(step, True)]
         dist.barrier()
-        assert peers._store is not None
-        left = [step for step in range(5 * BATCH) if peers._store.check([str(step)])]
+        store = peers._booth._store
+        assert store is not None
+        left = [step for step in range(5 * BATCH) if store.check([str(step)])]
         dist.barrier()
         peers.close()
     link.send(left)

@@ -75,6 +75,11 @@ class Protector(threading.Thread):
             return True
 
     @property
+    def longest_s(self) -> float:
+        """After so many seconds, it is known whether a version is protected."""
+        return self._options.timeout_s + GRACE_S
+
+    @property
     def pending(self) -> bool:
         """Whether the fate of a version is open."""
         with self._lock:
