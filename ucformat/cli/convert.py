@@ -24,7 +24,10 @@ def convert(
     src: str = typer.Argument(metavar="SRC", help="Checkpoint to read: a directory, a file, or an fsspec URL."),
     dst: str = typer.Argument(metavar="DST", help="Where to write. It appears only when complete."),
     to: str = typer.Option(
-        ..., "--to", "-t", help="Format to write: native, hf, dcp, torchsave, or one that another package has registered."
+        ...,
+        "--to",
+        "-t",
+        help="Format to write: native, hf, dcp, torchsave, megatron, or one that another package has registered.",
     ),
     dtype: str | None = typer.Option(None, help="Convert the model's floating-point tensors: bf16, fp16, fp32, fp64."),
     keep_dtype: list[str] | None = typer.Option(None, help="Names that keep their dtype under --dtype: a glob. Repeatable."),

@@ -80,18 +80,15 @@ def write(job: WriteJob) -> None:
     are no slabs; ExistsError, StorageError, RankFailedError.
     """
     specs, paths, items = plan(job)
-    placed = _place(job, items)
+    placed = place(job, items)
 
     def write_mine(store: Store) -> None:
-        for file in range(job.group.rank, 1 + max((p.file for p in placed), default=-1), job.group.size):
-            held = [p for p in placed if p.file == file]
-            with store.writer(_path(file), sum(p.size for p in held)) as writer:
-                _write_items(job, held, writer.write)
+        write_share(job, placed, store)
 
     def commit(store: Store) -> None:
         sidecar_files.carry(job.companions, store, sidecar_files.PREFIX, job.dtype)
         notes_file.put(store, job.notes)
-        store.put(FILE, _metadata(job, specs, paths, placed))
+        store.put(FILE, metadata(specs, paths, placed))
 
     publish(job, write_mine, commit, last=FILE)
 
@@ -125,8 +122,8 @@ def plan(job: WriteJob) -> tuple[dict[str, TensorSpec], dict[str, tuple[str | in
     ordered: Mapping[str, Sequence[tuple[int, OutputBox]]] = {}
     if any(_tensors_in(leaf) for key, leaf in flat.items() if key not in specs):
         ordered = in_order(job)
-    values = [_value_item(key, leaf, ordered) for key, leaf in flat.items() if key not in specs]
-    chunks = [item for key, leaf in flat.items() if key in specs for item in _tensor_items(key, pieces[leaf.name])]
+    values = [value_item(key, leaf, ordered) for key, leaf in flat.items() if key not in specs]
+    chunks = [item for key, leaf in flat.items() if key in specs for item in tensor_items(key, pieces[leaf.name])]
     return specs, paths, [*values, *chunks]
 
 
@@ -177,7 +174,7 @@ def _tensors_in(value: Any) -> bool:
     return isinstance(value, _Tensor) or (isinstance(value, (list, tuple)) and any(map(_tensors_in, value)))
 
 
-def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, OutputBox]]]) -> Planned:
+def value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, OutputBox]]]) -> Planned:
     """A value, with the tensors that lie in its tuples and namespaces."""
     tensors: list[tuple[Outgoing, tuple[Range, ...]]] = []
 
@@ -196,7 +193,7 @@ def _value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, 
     return Planned(key, data_pkl, tuple(tensors))
 
 
-def _tensor_items(key: str, held: Sequence[tuple[int, OutputBox]]) -> Iterator[Planned]:
+def tensor_items(key: str, held: Sequence[tuple[int, OutputBox]]) -> Iterator[Planned]:
     """The tensor's pieces, each cut along dimension 0 into chunks of at most CHUNK_BYTES where rows allow it."""
     real = [pair for pair in held if pair[1].nbytes] or held[:1]
     for index, target in real:
@@ -216,7 +213,7 @@ def _chunk(key: str, target: OutputBox, piece: int, offset: tuple[int, ...], len
     return Planned(key, pickle_tree(leaf), ((leaf, (Range(piece, start, start + leaf.nbytes),)),), offset, length)
 
 
-def _place(job: WriteJob, items: Sequence[Planned]) -> list[PlacedItem]:
+def place(job: WriteJob, items: Sequence[Planned]) -> list[PlacedItem]:
     """Items to files: as the job's layout says, else consecutive ones, as equal in bytes as whole items allow.
 
     Without a layout there is at least one file per rank, and none is much larger than `max_file_bytes`.
@@ -237,6 +234,14 @@ def _place(job: WriteJob, items: Sequence[Planned]) -> list[PlacedItem]:
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_share(job: WriteJob, placed: Sequence[PlacedItem], store: Store) -> None:
+    """Write this rank's share of the files."""
+    for file in range(job.group.rank, 1 + max((p.file for p in placed), default=-1), job.group.size):
+        held = [p for p in placed if p.file == file]
+        with store.writer(_path(file), sum(p.size for p in held)) as writer:
+            _write_items(job, held, writer.write)
 
 
 def _write_items(job: WriteJob, placed: Sequence[PlacedItem], put: Callable[[int, Bytes], None]) -> None:
@@ -260,9 +265,7 @@ def _write_items(job: WriteJob, placed: Sequence[PlacedItem], put: Callable[[int
         write_tail(out)
 
 
-def _metadata(
-    job: WriteJob, specs: Mapping[str, TensorSpec], paths: Mapping[str, tuple[str | int, ...]], placed: Sequence[PlacedItem]
-) -> bytes:
+def metadata(specs: Mapping[str, TensorSpec], paths: Mapping[str, tuple[str | int, ...]], placed: Sequence[PlacedItem]) -> bytes:
     """The pickled Metadata, of torch's own classes."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from ucformat.catalog import Catalog
 from ucformat.errors import MissingFileError, NotACheckpointError, UcformatError, UnsupportedError
-from ucformat.formats.contract import Reader
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.megatron.beside import BOOKKEEPING
 from ucformat.formats.megatron.distributed import open_distributed
 from ucformat.formats.megatron.folders import find
 from ucformat.formats.megatron.legacy import open_legacy
+from ucformat.formats.megatron.writer import owned_files, prepare, takes, write
 from ucformat.formats.source import Source
 
 NAME = "megatron"
-__all__ = ["NAME", "READER", "detect", "open_catalog"]
+__all__ = ["NAME", "READER", "WRITER", "detect", "open_catalog"]
 
 
 def detect(source: Source) -> bool:
@@ -45,4 +46,12 @@ def open_catalog(source: Source) -> Catalog:
     return open_distributed(place.store)
 
 
-READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog, bookkeeping=BOOKKEEPING, has_masters=True)
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    bookkeeping=BOOKKEEPING,
+    has_masters=True,
+    owned_files=owned_files,
+)
+WRITER = Writer(name=NAME, write=write, values="plain", takes=takes, prepare=prepare, staged=True)

@@ -15,7 +15,7 @@ Kind = Literal["legacy", "distributed"]
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/")
-_ITERATION = re.compile(r"(?:iter_\d{7,}|release)/")
+ITERATION = re.compile(r"(?:iter_\d{7,}|release)/")
 _METADATA_BYTES = 64 << 10  # its metadata.json has about 100; a larger one belongs to something else
 _TRACKER_BYTES = 64
 _RANK_FILES = frozenset({MODEL_FILE, "model_rng.pt", OPTIMIZER_FILE})
@@ -47,7 +47,7 @@ def find(store: Store) -> Place | None:
     if place is not None:
         return place
     names = store.list()
-    iterations = [name.rstrip("/") for name in names if _ITERATION.fullmatch(name)]
+    iterations = [name.rstrip("/") for name in names if ITERATION.fullmatch(name)]
     named = _tracked(store) if TRACKER in names else None
     if named is not None:
         if named in iterations:
