@@ -111,3 +111,33 @@ def test_waiting_for_a_slot_shortens_the_step_that_is_planned() -> None:
     assert after.window_use > before.window_use
     # a window that was already open when there was a slot still closes when its action begins
     assert [window.seconds for window in after.windows] == pytest.approx([window.seconds for window in before.windows])
+
+
+def noisy(made: Planner, report: SnapshotReport, seconds: float, rate: float, steps: int) -> list[int]:
+    """Steps of about this length and copies of about this rate, each some tens of percent off; in which ones it planned anew."""
+    rng, anew = np.random.default_rng(int(rate)), []
+    for at in range(steps):
+        edges = np.cumsum(seconds * np.array([0.15, 0.3, 0.15, 0.3, 0.1]) * np.exp(0.3 * rng.standard_normal(5)))
+        before, nbytes = report.replans, 4 * RATE_BYTES
+        made.plan(SIZES)
+        step(made, Track(edges[0:-1:2], edges[1::2], float(edges[-1])))
+        first, rest = rate * np.exp(0.3 * rng.standard_normal(2))
+        spent = (nbytes / first, nbytes / rest)
+        made.learn(Outcome(nbytes=2 * nbytes, exposed=nbytes, busy_s=spent[0], exposed_s=spent[1]), float(rng.uniform(0, 1e-3)))
+        anew += [at] * (report.replans - before)
+    return anew
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.3])
+def test_noise_in_measured_times_and_rates_asks_for_hardly_any_new_plan(seconds: float) -> None:
+    made, report = planner()
+    assert len(noisy(made, report, seconds, 4e9, 500)) <= 10
+
+
+def test_what_changes_for_good_asks_for_a_new_plan_in_the_midst_of_noise() -> None:
+    made, report = planner()
+    noisy(made, report, 0.3, 4e9, 100)
+    assert noisy(made, report, 0.6, 4e9, 40) != []
+    made, report = planner()
+    noisy(made, report, 0.3, 4e9, 100)
+    assert noisy(made, report, 0.3, 1e9, 40) != []

@@ -14,7 +14,7 @@ import numpy as np
 from ucformat.box import Ints
 from ucformat.group import Group
 from ucformat.snapshot.copying.host import Outcome
-from ucformat.snapshot.copyplan.drift import Drift
+from ucformat.snapshot.copyplan.drift import Drift, SmoothedRate
 from ucformat.snapshot.copyplan.plan import CopyPlan, Mode, Pieces, Rates, plan_copies
 from ucformat.snapshot.report import SnapshotReport
 from ucformat.snapshot.schedule.replay import IdleWindow, Times, Track, replay
@@ -25,6 +25,7 @@ RATE_DRIFT = 0.25  # of the planned copy rate: more asks for a new plan
 WAITING_DRIFT = 0.08  # the same while training waits, of which the prediction is made
 RATE_BYTES = 16 << 20  # in less time than these take, the clock and the scheduler measure themselves
 GATE_DRIFT = 0.2  # of all idle time: so much more or less of waiting for a slot asks for a new plan
+GATE_S = 0.001  # but no less: where there is hardly any idle time, each jitter of a thread would be a change
 OPENING_S = 0.0002  # from the opening of a window to the first byte: a thread has to wake up
 UNKNOWN_STEP_S = 0.1  # a step, before any was measured
 
@@ -45,8 +46,7 @@ class Planner:
         self._rates = Rates(alone=4e9, beside=2e9)  # a guess, until the first copies tell
         self._current: tuple[int, CopyPlan] | None = None
         """How much was known of steps then, and the plan in force."""
-        self._alone: float | None = None  # bytes per second, measured
-        self._waiting: float | None = None
+        self._alone, self._waiting = SmoothedRate(), SmoothedRate()
         self._gate = self._typical_gate = 0.0
 
     def plan(self, nbytes: Ints) -> CopyPlan:
@@ -93,16 +93,17 @@ class Planner:
     def learn(self, outcome: Outcome, gate: float) -> None:
         """What was just measured of rates, and of waiting for a slot, smoothed; a plan that is off is made anew."""
         self._typical_gate += 0.2 * (gate - self._typical_gate)
-        if self._drift is not None and abs(self._typical_gate - self._gate) > GATE_DRIFT * self._drift.planned.idle:
+        if self._drift is not None and abs(self._typical_gate - self._gate) > max(GATE_S, GATE_DRIFT * self._drift.planned.idle):
             self._gate = self._typical_gate
             self._replan()
-        self._alone = _smoothed(self._alone, outcome.nbytes - outcome.exposed, outcome.busy_s)
-        self._waiting = _smoothed(self._waiting, outcome.exposed, outcome.exposed_s)
-        alone = self._alone or self._waiting or self._rates.alone
-        waiting = self._waiting or alone
-        known = self._rates.waiting or self._rates.alone
-        if abs(alone / self._rates.alone - 1) > RATE_DRIFT or abs(waiting / known - 1) > WAITING_DRIFT:
-            self._rates = Rates(alone=alone, beside=alone / 2, opening=OPENING_S, waiting=waiting)
+        _measure(self._alone, outcome.nbytes - outcome.exposed, outcome.busy_s)
+        _measure(self._waiting, outcome.exposed, outcome.exposed_s)
+        beside = self._alone if self._alone.value is not None else self._waiting
+        waiting = self._waiting if self._waiting.value is not None else self._alone
+        known = self._rates
+        if beside.differs(known.alone, RATE_DRIFT) or waiting.differs(known.waiting or known.alone, WAITING_DRIFT):
+            alone = beside.value or known.alone
+            self._rates = Rates(alone=alone, beside=alone / 2, opening=OPENING_S, waiting=waiting.value or alone)
             self._replan()
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -138,11 +139,9 @@ class Planner:
             self._current = None
 
 
-def _smoothed(rate: float | None, nbytes: int, seconds: float) -> float | None:
-    """A rate in bytes per second, with the newest measurement in it."""
-    if nbytes < RATE_BYTES or seconds <= 0:
-        return rate
-    return nbytes / seconds if rate is None else 0.85 * rate + 0.15 * nbytes / seconds
+def _measure(rate: SmoothedRate, nbytes: int, seconds: float) -> None:
+    if nbytes >= RATE_BYTES and seconds > 0:
+        rate.add(nbytes / seconds)
 
 
 def _after(track: Track, seconds: float) -> Track:

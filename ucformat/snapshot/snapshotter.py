@@ -153,9 +153,9 @@ class Snapshotter:
 
         Until the next optimizer step, parameters and optimizer states must not change unless `deadline()` is called before: a
         version that they changed in is withdrawn, and counts as failed. That is seen by autograd's counters of in-place writes;
-        not seen are writes through `.data`, numpy or kernels that torch does not know, and those of DTensors. So update moving
-        averages and other parameters that no optimizer holds before `take`, or after `deadline()`. Buffers, tensors beside
-        modules and optimizers, and inference tensors are copied within this call and may change at once.
+        not seen are writes through `.data`, numpy or kernels that torch does not know. So update moving averages and other
+        parameters that no optimizer holds before `take`, or after `deadline()`. Buffers, tensors beside modules and optimizers,
+        and inference tensors are copied within this call and may change at once.
         """
         self._take(step)
 

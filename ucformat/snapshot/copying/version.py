@@ -76,7 +76,7 @@ class Taking:
         self._aside = sorted(set(changes) - set(self._changing))
         self._staged: dict[int, Bytes] = {}
         self._watched = [boundary.views[i] for i in self._chosen]
-        self._versions = _versions(self._watched)
+        self._versions, self._wrapped = _versions(self._watched), _versions(boundary.wrappers)
         self._sealed: list[int] | None = None
         self._places, self._free_slot, self._copier = places, free_slot, copier
         self._fill: TensorFill | None = None
@@ -124,12 +124,16 @@ class Taking:
         """Pieces that were written to since the boundary, or until the deadline. Any thread.
 
         A safety net for loops that change the state without the engine's knowing: it sees what autograd's version counters
-        see, which leaves out `.data`, DTensors and foreign kernels.
+        see, which leaves out `.data` and foreign kernels.
         """
         if self._sealed is not None:
             return self._sealed
-        after = _versions(self._watched)
-        return [i for i, a, b in zip(self._chosen, self._versions, after, strict=True) if a != b]
+        after, wrapped = _versions(self._watched), _versions(self.boundary.wrappers)
+        changed = [i for i, a, b in zip(self._chosen, self._versions, after, strict=True) if a != b]
+        if wrapped == self._wrapped:
+            return changed
+        through = (x for x, a, b in zip(self.boundary.wrappers, self._wrapped, wrapped, strict=True) if a != b)
+        return sorted({*changed, *(self.boundary.written(through) & set(self._chosen))})
 
     def seal(self) -> None:
         """The deadline: what changes from now on does no harm."""

@@ -11,6 +11,9 @@ from ucformat.snapshot.schedule.replay import Floats, Track
 STEPS = 8  # medians over so many steps: a slow step or two (data, garbage collection) is no drift
 ENTER = 0.15  # of the step's seconds are elsewhere than planned: about what the planner's margin forgives
 LITTLE = 0.1  # of the step: less idle time than this is hardly planned with
+NOISE_S = 0.001  # what the system's scheduler moves in any step: no plan gains by following it
+SURE = 4.0  # standard errors of a median, or of a smoothed rate, that are taken for noise: the plan was made of such, too
+DIFFER = 0.1  # by which fraction rates are taken to differ, until measurements tell
 LEAVE = 0.07  # half of it: what hovers around the threshold is reported once
 
 
@@ -26,16 +29,48 @@ def segments(track: Track) -> Floats:
 def deviation(planned: Track, measured: Floats) -> float:
     """Fraction of the planned step that lies elsewhere: medians of `measured`, (steps, 2N + 1) segments, against the plan.
 
-    Or the fraction of its idle time, if that is more: copies are planned into it. Where there is little of it, noise would be
-    much of it: a tenth of the step counts at least.
+    Only what lies beyond the noise of these medians counts, as far as the steps themselves show how they differ. Or the fraction
+    of the plan's idle time, if that is more: copies are planned into it. Where there is little of it, noise would be much of it:
+    a tenth of the step counts at least.
     """
     expected = segments(planned)
     total = float(expected.sum())
-    moved = np.abs(np.median(measured, axis=0) - expected)
+    median = np.median(measured, axis=0)
+    moved = np.maximum(0.0, np.abs(median - expected) - SURE * _error(measured, median))
     if total <= 0:
         return float(moved.sum() > 0)
+    if float(moved.sum()) <= NOISE_S:
+        return 0.0
     idle = max(float(expected[0::2].sum()), LITTLE * total)
     return max(float(moved.sum()) / total, float(moved[0::2].sum()) / idle)
+
+
+def _error(measured: Floats, median: Floats) -> Floats:
+    """Standard error of the medians of normal noise, from the median deviation, which single slow steps don't move."""
+    return 1.25 * 1.48 * np.median(np.abs(measured - median), axis=0) / np.sqrt(len(measured))
+
+
+class SmoothedRate:
+    """Bytes per second, smoothed over measurements, and how much these differ."""
+
+    weight = 0.15  # of the newest measurement
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._variance = DIFFER**2
+        """Of single measurements, relative."""
+
+    def add(self, rate: float) -> None:
+        if self.value is None:
+            self.value = rate
+            return
+        self._variance += self.weight * ((rate / self.value - 1) ** 2 - self._variance)
+        self.value += self.weight * (rate - self.value)
+
+    def differs(self, known: float, by: float) -> bool:
+        """Whether it is another rate than `known`: by more than this fraction, and by more than noise explains."""
+        error = (self.weight / (2 - self.weight) * self._variance) ** 0.5
+        return self.value is not None and abs(self.value / known - 1) > max(by, SURE * error)
 
 
 class Drift:

@@ -50,6 +50,8 @@ class Survey:
     """Hold no tensors: a survey that is kept keeps no memory alive."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Live memory of each tensor, each parameter once."""
+    wrappers: list[DTensor] = field(default_factory=list)
+    """DTensors among parameters and optimizer states."""
     modules: list[nn.Module] = field(default_factory=list)
     """All, with those inside others."""
     models: list[tuple[Path, object]] = field(default_factory=list)
@@ -94,8 +96,10 @@ def _dict(x: dict[Any, object], at: Path, found: Survey, *, named: bool) -> None
     if at and named and len(x) >= MANY and all(isinstance(item, torch.Tensor) for item in x.values()):
         found.facts += (at, tuple(x))
         found.models.append((at, x))
+        wrappers = len(found.wrappers)
         for tensor in x.values():
             _tensor(cast(torch.Tensor, tensor), found)
+        del found.wrappers[wrappers:]  # these may change at any time
         return
     for key, item in x.items():
         _nest(item, (*at, key), found, named=named)
@@ -120,9 +124,11 @@ def _module(module: nn.Module, found: Survey) -> None:
     found.facts += (kind, kind.get_extra_state, tuple(parameters), tuple(buffers), tuple(transient), tuple(children))
     for parameter in parameters.values():
         _once(parameter, found)
+    wrappers = len(found.wrappers)
     for name, buffer in buffers.items():
         if name not in transient:
             _once(buffer, found)
+    del found.wrappers[wrappers:]  # these may change at any time
     for child in children.values():
         if child is None:
             found.facts.append(None)
@@ -195,6 +201,7 @@ def _tensor(tensor: torch.Tensor, found: Survey) -> None:
         order = getattr(tensor._spec, "shard_order", None)  # has no public face yet
         found.facts.append((kind, tensor.device_mesh, tensor.placements, tensor.shape, order))
         found.tensors.append(local)
+        found.wrappers.append(tensor)
     else:
         raise UnfamiliarError(kind)
 

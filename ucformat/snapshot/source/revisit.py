@@ -19,7 +19,7 @@ from ucformat.group import Group
 from ucformat.reshard.state import module, optimizer
 from ucformat.reshard.state.walk import Collected, Walker, framing, gather, unite
 from ucformat.snapshot.source.fingerprint import Loose, Path, StateLayout, Survey, UnfamiliarError, survey
-from ucformat.snapshot.source.share import Boundary, Key, Share, boundary, held, lasting, look, memory, settled
+from ucformat.snapshot.source.share import Boundary, Key, Lasting, Share, boundary, held, look, memory, settled
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a view in its storage."""
@@ -76,9 +76,9 @@ class Watch:
         alone = Group(self._group.rank)
         walker = Walker(state, alone, loading=False)
         collected = gather(walker, alone)
-        storages = lasting(state)
-        found = boundary(collected, storages, self._share)
-        self._known = _remember(seen, walker, collected, found, storages)
+        lasting = Lasting.of(state)
+        found = boundary(collected, lasting, self._share)
+        self._known = _remember(seen, walker, collected, found, lasting.storages)
         return found
 
 
@@ -133,7 +133,7 @@ def _again(state: Mapping[str, object], seen: Survey, known: _Known, share: Shar
         else:
             view = seen.tensors[i].detach()
             views.append(view if geometry is None else view.as_strided(*geometry))
-    return settled(views, known.lasting, collected.values)
+    return settled(views, known.lasting, collected.values, seen.wrappers)
 
 
 # Stands for all tensors of a model: a dict of tensors leaves another trace in the values than an empty one.

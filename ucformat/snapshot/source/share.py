@@ -7,13 +7,13 @@ that the slots were laid out for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ucformat import values
 from ucformat.box import Box
@@ -57,6 +57,13 @@ class Boundary:
     """Whether a piece changes in the optimizer step alone: parameters and optimizer states, on the device that computes."""
     tree: bytes
     """The value tree as JSON."""
+    wrappers: tuple[DTensor, ...] = ()
+    """DTensors among parameters and optimizer states: what is written through them counts there, not at their local tensors."""
+
+    def written(self, wrappers: Iterable[DTensor]) -> set[int]:
+        """Which pieces lie in the memory of these."""
+        written = {memory(_local(wrapper)) for wrapper in wrappers}
+        return {i for i, view in enumerate(self.views) if memory(view) in written}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +113,19 @@ def _attempt(state: Mapping[str, object], rank: int) -> Collected | None:
 
 def look(state: Mapping[str, object], share: Share, group: Group) -> Boundary:
     """The state as it is now. Raises MovedError when it is laid out in another way than the share."""
-    return boundary(collect(state, group if share.together else Group(group.rank)), lasting(state), share)
+    return boundary(collect(state, group if share.together else Group(group.rank)), Lasting.of(state), share)
 
 
-def boundary(collected: Collected, storages: AbstractSet[int], share: Share) -> Boundary:
-    """The share in what was collected; `storages` are those that last. Raises MovedError."""
+def boundary(collected: Collected, lasting: Lasting, share: Share) -> Boundary:
+    """The share in what was collected. Raises MovedError."""
     pieces = held(collected)
     if pieces.keys() != share.held:
         raise MovedError(pieces.keys() ^ share.held)
     views = [pieces[key].view for key in share.keys[: share.pieces]]
-    return settled(views, [memory(view) in storages for view in views], collected.values)
+    return settled(views, [memory(view) in lasting.storages for view in views], collected.values, lasting.wrappers)
 
 
-def settled(views: Sequence[torch.Tensor], lasts: Sequence[bool], tree: object) -> Boundary:
+def settled(views: Sequence[torch.Tensor], lasts: Sequence[bool], tree: object, wrappers: Iterable[DTensor]) -> Boundary:
     """`lasts` says of each view whether it is of a parameter or an optimizer state."""
     computes = {device.type for device in set(map(attrgetter("device"), views))} - {"cpu"}
     return Boundary(
@@ -128,6 +135,7 @@ def settled(views: Sequence[torch.Tensor], lasts: Sequence[bool], tree: object) 
             for last, view in zip(lasts, views, strict=True)
         ),
         values.encode(tree),
+        tuple(wrappers),
     )
 
 
@@ -140,26 +148,39 @@ def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def lasting(state: object) -> set[int]:
-    """Storages of all parameters and optimizer states below `state`."""
-    found: set[int] = set()
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """Parameters and optimizer states below a state."""
+
+    storages: frozenset[int]
+    wrappers: tuple[DTensor, ...]
+
+    @classmethod
+    def of(cls, state: object) -> Lasting:
+        found = list(_lasting(state))
+        return cls(frozenset(memory(_local(x)) for x in found), tuple(x for x in found if isinstance(x, DTensor)))
+
+
+def _lasting(state: object) -> Iterator[torch.Tensor]:
     waiting: list[object] = [state]
     while waiting:
         item = waiting.pop()
         if isinstance(item, nn.Module):
-            found.update(memory(_local(parameter)) for parameter in item.parameters())
+            yield from item.parameters()
         elif isinstance(item, torch.optim.Optimizer):
             for states in item.state.values():
-                found.update(memory(_local(x)) for x in states.values() if isinstance(x, torch.Tensor))
+                yield from (x for x in states.values() if isinstance(x, torch.Tensor))
             for group in item.param_groups:
-                found.update(memory(_local(parameter)) for parameter in group["params"])
+                yield from group["params"]
         elif isinstance(item, Mapping):
             waiting.extend(item.values())
         elif isinstance(item, (list, tuple)):
             waiting.extend(item)
-    return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank behind a DTensor."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
