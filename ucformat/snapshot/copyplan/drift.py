@@ -47,8 +47,8 @@ def deviation(planned: Track, measured: Floats) -> float:
 
 def _error(measured: Floats, median: Floats) -> Floats:
     """Standard error of the medians of normal noise, from the median deviation, which single slow steps don't move."""
-    scatter: Floats = np.median(np.abs(measured - median), axis=0)
-    return scatter * (1.25 * 1.48 / len(measured) ** 0.5)
+    error: Floats = np.median(np.abs(measured - median), axis=0) * (1.25 * 1.48 / len(measured) ** 0.5)
+    return error
 
 
 class SmoothedRate:
