@@ -8,7 +8,13 @@ CODE   := ucformat tests benchmarks examples specs
 # Many small worker processes share few cores: one thread each is fastest.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check format test campaign conformance demo bench clean
+# What runs while one works: geometry, planning, values, and the suites of formats and stores.
+QUICK := tests/test_box.py tests/test_catalog.py tests/test_dtypes.py tests/test_errors.py tests/test_views.py tests/values \
+  tests/formats/test_suites.py tests/formats/test_registry.py tests/storage/test_stores.py tests/reshard/reading/test_plan.py \
+  tests/reshard/reading/test_execute.py tests/reshard/reading/test_lazy.py tests/reshard/selection/test_select.py \
+  tests/reshard/selection/test_mesh_layout.py tests/cli/test_inspect.py tests/snapshot/copyplan
+
+.PHONY: help setup check format test quick campaign conformance demo bench clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +40,9 @@ format: $(READY) ## apply formatting and safe lint fixes
 
 test: $(READY) ## all tests, on 2 processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: $(READY) ## a subset for while you work, under half a minute on 2 idle cores: no test in it starts a process
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" -k "not S3" $(QUICK)
 
 campaign: $(READY) ## kills, damage, hostile input, I/O errors, races: SECONDS=3600 SEED=1 ONLY=kills
 	$(BIN)/python -m tests.campaigns --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1) $(if $(ONLY),--only $(ONLY))

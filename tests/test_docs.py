@@ -18,7 +18,7 @@ from ucformat.cli.app import run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, *sorted((ROOT / "docs/design").glob("*.md")), ROOT / "specs/format.md"]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/design").glob("*.md")), ROOT / "specs/format.md"]
 BLOCK = re.compile(r"^```(python|console)(?: nproc=(\d+)| file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

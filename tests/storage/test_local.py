@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucformat.errors import ConflictError, StorageError
-from ucformat.storage import atomic, local
+from ucformat.storage import atomic, local, page_cache
 from ucformat.storage.local import ALIGNMENT, LocalStore, aligned
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Bytes, Sheet
@@ -92,7 +92,7 @@ def test_an_error_of_the_disk_while_writing_is_told(tmp_path: Path, monkeypatch:
         return -1
 
     monkeypatch.setattr(local, "IN_FLIGHT_BYTES", 0)
-    monkeypatch.setattr(local, "_sync_file_range", failing)
+    monkeypatch.setattr(page_cache, "_sync_file_range", failing)
     with pytest.raises(StorageError, match="Input/output"), LocalStore(str(tmp_path)).writer("f", 4096) as writer:
         writer.write(0, _data(4096))
     assert not list(tmp_path.iterdir())

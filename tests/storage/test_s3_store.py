@@ -22,9 +22,10 @@ from tests.s3 import weed
 from tests.s3.bucket import Server, environment, serving
 from tests.s3.proxy import Request, Verdict
 from ucformat.errors import ConflictError, ExistsError, FormatError, MissingFileError, StorageError
-from ucformat.storage import recent, s3_upload
+from ucformat.storage import recent
 from ucformat.storage.open import open_store
-from ucformat.storage.s3_store import S3Store
+from ucformat.storage.s3 import upload as s3_upload
+from ucformat.storage.s3.s3_store import S3Store
 from ucformat.storage.store import Bytes
 
 PART = 5 << 20  # the smallest that S3 takes
@@ -134,7 +135,8 @@ _ENDS = """
 import sys
 import fsspec.config
 import numpy as np
-from ucformat.storage import recent, s3_upload
+from ucformat.storage import recent
+from ucformat.storage.s3 import upload as s3_upload
 from ucformat.storage.open import open_store
 
 fsspec.config.conf["s3"] = {"config_kwargs": {"read_timeout": 1, "retries": {"total_max_attempts": 1}}}
@@ -351,7 +353,7 @@ _SAVES = """
 import sys
 import torch
 import ucformat
-from ucformat.storage import s3_upload
+from ucformat.storage.s3 import upload as s3_upload
 
 s3_upload.PART_BYTES = 5 << 20
 ucformat.save(sys.argv[1], {"w": torch.ones(6 << 20)}, step=int(sys.argv[2]))

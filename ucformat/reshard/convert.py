@@ -20,23 +20,22 @@ import torch.distributed as dist
 from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
-from ucformat.errors import ExistsError, NotACheckpointError, UnsupportedError
+from ucformat.errors import UnsupportedError
 from ucformat.families import translate
-from ucformat.formats import native, owned, ownership, partial, sidecar_files
+from ucformat.formats import sidecar_files
 from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.hf.companions import companions_of
 from ucformat.formats.source import Source, locate
 from ucformat.formats.target import MAX_FILE_BYTES, Companions, OutputBox, WriteJob
 from ucformat.group import Group, current
 from ucformat.naming import Rename, rename_catalog, unwrap_model
+from ucformat.reshard import destination
 from ucformat.reshard.reading.fill import CatalogFill
 from ucformat.reshard.reading.plan import ReadPlan, plan, refuse_expanded, wants
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.selection.mesh_layout import MeshLayout, cut, parse
 from ucformat.reshard.selection.precision import Precision, converted, dtype_of, is_kept
 from ucformat.reshard.selection.select import Chosen, choose
-from ucformat.storage.open import open_store
-from ucformat.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,54 +196,76 @@ def prepare(
     writer = formats.writer(to)
     if keep_dtype and dtype is None:
         raise UnsupportedError(dst, "keep_dtype means something only together with dtype")
-    wanted_dtype = None if dtype is None else dtype_of(dtype)
+    wanted = None if dtype is None else dtype_of(dtype)
     if layout is not None and not writer.takes_layout:
         raise UnsupportedError(dst, f"a layout has no meaning in the format {to}: {_which_take_layouts()}")
     source = locate(src)
     reader, catalog = formats.open_source(source)
-    store, file = _destination(dst, writer)
-    _check_destination(src, dst, writer, store, file, overwrite)
+    store, file = destination.place(dst, writer)
+    destination.check(src, dst, writer, store, file, overwrite=overwrite)
     beside = _companions(source, reader, catalog) if companions is None else companions_of(companions)
-    catalog = rename_catalog(catalog, rename) if rename else catalog
-    catalog, unwrapped = unwrap_model(catalog) if writer.bare_names else (catalog, "")
-    if family is not None:
-        catalog = translate(catalog, family, sidecar_files.configs(beside).values())
-    masters = master_weights.converted_weights(catalog, wanted_dtype)
-    masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
-    chosen = choose(master_weights.from_their_masters(catalog, masters), writer, select, exclude, src)
-    masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
-    chosen = replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
+    catalog, remarks = _renamed(catalog, writer, rename, family, beside)
+    chosen = _choose(catalog, writer, wanted, keep_dtype, select, exclude, src, remarks)
     kept = chosen.catalog
-    said = [unwrapped] if unwrapped else []
-    said += [f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact"] if masters else []
-    specs, remarks = list(kept.tensors), [*catalog.notes.remarks, *said, *chosen.remarks(to)]
-    if wanted_dtype is not None:
-        wanted = Precision(wanted_dtype, tuple(keep_dtype), sidecar_files.configs(beside))
-        specs, kept_wide = converted(specs, wanted, src)
+    remarks += chosen.remarks(to)
+    specs = list(kept.tensors)
+    if wanted is not None:
+        specs, kept_wide = converted(specs, Precision(wanted, tuple(keep_dtype), sidecar_files.configs(beside)), src)
         remarks += kept_wide
-    pieces, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
-    needed = wants(kept, [(target.name, target.box) for target in pieces])
+    boxes, files = ([OutputBox(s, Box.whole(s.shape)) for s in specs], None) if layout is None else cut(layout, specs)
+    needed = wants(kept, [(target.name, target.box) for target in boxes])
     refuse_expanded(kept, needed)
     read_plan = plan(kept, needed)
-    fill = CatalogFill(kept, pieces, [target.name for target in pieces])
+    fill = CatalogFill(kept, boxes, [target.name for target in boxes])
     job = WriteJob(
         store=store,
         file=file,
-        targets=pieces,
+        targets=boxes,
         fill=fill,
         finish=fill.complete,
         values=kept.values,
         aliases=kept.aliases,
         notes=replace(kept.notes, mesh=dict(layout.mesh) if layout is not None else {}),
         companions=beside,
-        dtype=wanted_dtype,
+        dtype=wanted,
         max_file_bytes=max_file_bytes,
         overwrite=overwrite,
-        layout=None if files is None else [part for part in files if part],
+        layout=None if files is None else [held for held in files if held],
     )
     job, own = writer.prepare(job)
     remarks += (*own, *job.companions.remarks)
     return Conversion(source, reader.name, dst, to, job, _shares(read_plan), chosen, tuple(remarks))
+
+
+def _renamed(
+    catalog: Catalog, writer: Writer, rename: Rename, family: str | None, beside: Companions
+) -> tuple[Catalog, list[str]]:
+    """The catalog under the names that it will have, and remarks."""
+    catalog = rename_catalog(catalog, rename) if rename else catalog
+    catalog, unwrapped = unwrap_model(catalog) if writer.bare_names else (catalog, "")
+    if family is not None:
+        catalog = translate(catalog, family, sidecar_files.configs(beside).values())
+    return catalog, [*catalog.notes.remarks, *([unwrapped] if unwrapped else [])]
+
+
+def _choose(
+    catalog: Catalog,
+    writer: Writer,
+    dtype: str | None,
+    keep_dtype: Sequence[str],
+    select: Sequence[str],
+    exclude: Sequence[str],
+    where: str,
+    remarks: list[str],
+) -> Chosen:
+    """What goes over; weights that change their dtype are read from their masters."""
+    masters = master_weights.converted_weights(catalog, dtype)
+    masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
+    chosen = choose(master_weights.from_their_masters(catalog, masters), writer, select, exclude, where)
+    masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
+    if masters:
+        remarks.append(f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact")
+    return replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
 
 
 def _which_take_layouts() -> str:
@@ -288,64 +309,6 @@ def _companions(source: Source, reader: Reader, catalog: Catalog) -> Companions:
         return reader.companions(source)
     found = sidecar_files.gather(source)
     return found if found.files or catalog.store.url == source.store.url else sidecar_files.gather(Source(catalog.store))
-
-
-def _destination(dst: str, writer: Writer) -> tuple[Store, str | None]:
-    """The directory to be, or the directory around the file to be, and its name."""
-    if not dst:
-        raise UnsupportedError("an empty path", "can't be written to: name the destination")
-    store = open_store(dst)
-    if writer.single_file:
-        if store.list() or os.path.isdir(store.url):
-            why = f"is a directory, and {writer.name} is written as one file: name that, as `model.pt` in it"
-            raise UnsupportedError(dst, why)
-        parent, _, name = dst.rstrip("/").rpartition("/")
-        return open_store(parent or ("/" if dst.startswith("/") else ".")), name
-    if dst.endswith(writer.not_a_directory):
-        raise UnsupportedError(dst, f"{writer.name} is written as a directory: name that")
-    return store, None
-
-
-def _check_destination(src: str, dst: str, writer: Writer, store: Store, file: str | None, overwrite: bool) -> None:
-    """Refuse to write where something is, unless it is a checkpoint that may be replaced."""
-    _check_apart(src, dst, store, file)
-    if not (store.list() if file is None else store.exists(file)) or (file is None and _is_leftover(store)):
-        return
-    again = file is None and writer.staged and partial.interrupted(store)  # the writer looks closely at what is there
-    if not overwrite and not again:
-        raise ExistsError(dst)
-    if file is None and native.newest_step(store) is not None:
-        raise UnsupportedError(dst, "holds a run's checkpoints: they are not replaced, name one of them or another place")
-    try:
-        if not again:
-            formats.detect(locate(dst))
-        if file is None and overwrite:
-            owned.owner(store)
-    except NotACheckpointError:
-        raise UnsupportedError(dst, "holds something that is no checkpoint: it is not replaced; remove it yourself") from None
-
-
-def _check_apart(src: str, dst: str, store: Store, file: str | None) -> None:
-    """Source and destination are not one, nor is one inside the other."""
-    whole = store.url if file is None else f"{store.url.rstrip('/')}/{file}"
-    one, other = (_true_url(url).rstrip("/") + "/" for url in (open_store(src).url, whole))
-    if one == other:
-        raise UnsupportedError(dst, "source and destination are the same")
-    if other.startswith(one):
-        raise UnsupportedError(dst, f"lies inside the source {src}: choose a place outside it")
-    if one.startswith(other):
-        raise UnsupportedError(dst, f"the source {src} lies inside it: choose another place")
-
-
-def _true_url(url: str) -> str:
-    return url if "://" in url else os.path.realpath(url)
-
-
-def _is_leftover(store: Store) -> bool:
-    """Whether a directory holds only what markers vouch for, which interrupted attempts leave."""
-    names = store.list()
-    unknown = ownership.unknown(store, names)
-    return not unknown or (unknown == [f"{partial.PARTIAL}/"] and partial.interrupted(store))
 
 
 def _shares(read_plan: ReadPlan) -> tuple[FileShare, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -18,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ucformat.errors import ConflictError, StorageError
+from ucformat.storage import locks
 
 _AT_FDCWD = -100  # Linux: paths are relative to the working directory
 _NOREPLACE, _EXCHANGE = 1, 2  # Linux: flags of renameat2
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV)
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 LOCK_S = 30.0  # for another process that replaces the same file; it needs milliseconds
 _POLL_S = 0.01
@@ -133,7 +132,8 @@ def _alone(path: str) -> Iterator[int | None]:
             yield None
             return
         try:
-            if _lock(fd, path, deadline) and _is_at(fd, path):
+            _lock(fd, path, deadline)
+            if locks.is_at(fd, path):
                 yield fd
                 return
         finally:
@@ -152,26 +152,12 @@ def _open(path: str) -> int | None:
     raise AssertionError
 
 
-def _lock(fd: int, path: str, deadline: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise StorageError(path, f"another process has kept it locked for {LOCK_S:.0f} s") from None
-            time.sleep(_POLL_S)
-            continue
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        return True
-
-
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _lock(fd: int, path: str, deadline: float) -> None:
+    """Lock the file, where the file system has locks."""
+    while locks.try_lock(fd) is False:
+        if time.monotonic() > deadline:
+            raise StorageError(path, f"another process has kept it locked for {LOCK_S:.0f} s")
+        time.sleep(_POLL_S)
 
 
 def rename(path: str, to: str) -> None:

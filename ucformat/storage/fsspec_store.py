@@ -1,4 +1,4 @@
-"""Any fsspec file system as a Store: GCS, Azure, HDFS, SFTP, memory://… (S3 has a client of its own, see `s3_store`).
+"""Any fsspec file system as a Store: GCS, Azure, HDFS, SFTP, memory://… (S3 has a client of its own, see `storage.s3`).
 
 Object stores have no rename: a file appears whole when its upload completes, which is what atomicity rests on. What fsspec
 remembers of listings is never relied on: who has committed what is decided by what the storage says now.

@@ -7,7 +7,6 @@ filled or read is in no cache of ours.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -16,25 +15,20 @@ import shutil
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import numpy as np
 
 from ucformat.errors import FormatError, MissingFileError, StorageError, UnsupportedError
-from ucformat.storage import atomic, hold
+from ucformat.storage import atomic, hold, page_cache
 from ucformat.storage.atomic import sync_directory
 from ucformat.storage.regular_file import open_regular, refuse_special
 from ucformat.storage.store import COPIED_BYTES, Bytes, Hold, Reader, Store, Writer, safe_path
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
-FAR_BYTES = 2 << 20  # of reading ahead keep a disk busy; what the system reads by itself lies in larger pages
 IN_FLIGHT_BYTES = 32 << 20  # of one file that are on their way to the disk; what has arrived leaves the page cache
-_SYNC_FILE_RANGE_WRITE = 2
-_SYNC_FILE_RANGE_ALL = 7  # wait for what is under way, write the rest, wait for that
 READ_BYTES = 1 << 20  # at a time, of a file that is read to its end
 _VIEWS = 1024  # buffers that one call takes (IOV_MAX)
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -49,65 +43,6 @@ def aligned(nbytes: int) -> Bytes:
         except OSError:
             pass  # a kernel without huge pages
     return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
-
-
-def _system_call(name: str, *types: Any) -> Callable[..., int] | None:
-    """A function of the C library that Python does not know; None where there is none."""
-    found = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if found is not None:
-        found.argtypes = types
-    return found
-
-
-_sync_file_range = _system_call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-"""Has the kernel begin to write a range to disk, or waits for it (Linux)."""
-_mincore = _system_call("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-"""Tells which pages of a mapping are in memory (not all systems; a file of somebody else's may count as there)."""
-
-
-def _send_on(fd: int, start: int, nbytes: int) -> None:
-    """Send what was written on its way now, rather than all of it at the end. A hint: `fsync` is what makes it durable."""
-    if _sync_file_range is not None:
-        _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def _in_memory(fd: int, at: int) -> bool:
-    """Whether byte `at` of a file is in the page cache. Unlike a read that must not wait, it brings nothing there."""
-    assert _mincore is not None
-    page = mmap.ALLOCATIONGRANULARITY
-    try:
-        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ, offset=at // page * page) as mapped:
-            view, told = np.frombuffer(mapped, dtype=np.uint8), ctypes.create_string_buffer(1)
-            here = _mincore(view.ctypes.data, 1, told) == 0 and bool(told.raw[0] & 1)
-            del view  # a mapping in use can't be closed
-    except (OSError, ValueError):
-        return True  # a file that can't be mapped, or ends before
-    return here
-
-
-@cache
-def _reads_ahead(device: int) -> bool:
-    """Whether the system reads far enough ahead of sequential readers on a device by itself; False where it does not tell."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for place in (f"dev/block/{number}/queue", f"dev/block/{number}/../queue", f"class/bdi/{number}"):
-        try:
-            with open(f"/sys/{place}/read_ahead_kb", encoding="ascii") as file:
-                return int(file.read()) << 10 >= FAR_BYTES
-        except (OSError, ValueError):
-            pass  # a disk, a partition, or something else that has pages
-    return False
-
-
-def _let_go(fd: int, start: int, nbytes: int) -> None:
-    """Wait until a range is on the disk, then take it out of the page cache. Raises OSError: `fsync` will not tell again."""
-    if _sync_file_range is None or not hasattr(os, "posix_fadvise"):
-        return
-    if _sync_file_range(fd, start, nbytes, _SYNC_FILE_RANGE_ALL) < 0:
-        code = ctypes.get_errno()
-        if code not in _UNSUPPORTED:
-            raise OSError(code, os.strerror(code))
-        return
-    os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _copy_range(fd: int, to: int, start: int, nbytes: int) -> int:
@@ -132,12 +67,16 @@ class LocalReader(Reader):
             raise StorageError(full, error) from error
 
     def prefetch(self, start: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise") and not _reads_ahead(os.fstat(self.fd).st_dev) and not self.is_here(start, nbytes):
+        if (
+            hasattr(os, "posix_fadvise")
+            and not page_cache.reads_ahead(os.fstat(self.fd).st_dev)
+            and not self.is_here(start, nbytes)
+        ):
             os.posix_fadvise(self.fd, start, nbytes, os.POSIX_FADV_WILLNEED)
 
     def is_here(self, start: int, nbytes: int) -> bool:
         """Whether both ends of a range are in the page cache. Asking for all of it would look at every page."""
-        return _mincore is None or all(_in_memory(self.fd, at) for at in (start, start + max(nbytes, 1) - 1))
+        return all(page_cache.is_in_memory(self.fd, at) for at in (start, start + max(nbytes, 1) - 1))
 
     def let_go(self, start: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -223,9 +162,9 @@ class LocalWriter(Writer):
         try:
             while done < len(view):
                 done += os.pwrite(self._fd, view[done:], start + done)
-            _send_on(self._fd, start, len(view))
+            page_cache.send_on(self._fd, start, len(view))
             for range_ in self._oldest(start, len(view)):
-                _let_go(self._fd, *range_)
+                page_cache.write_and_drop(self._fd, *range_)
         except OSError as error:
             raise StorageError(self.path, error, start, start + len(view)) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.local import LocalStore
-from ucformat.storage.s3_store import SCHEMES, S3Store
+from ucformat.storage.s3.s3_store import SCHEMES, S3Store
 from ucformat.storage.store import Store
 
 

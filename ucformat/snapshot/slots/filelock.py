@@ -1,25 +1,14 @@
-"""Locks that a process holds until it lets go or dies, so that one job at a time fills a directory's slots."""
+"""Locks that a process holds until it releases them or ends, so that one job at a time fills a directory's slots."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 
 from ucformat.errors import SnapshotInUseError, StorageError
+from ucformat.storage import locks
 
 _POLL_S = 0.01  # between tries of a lock that others hold for moments only
-_held: set[int] = set()  # descriptors
-
-
-def _let_go_in_child() -> None:
-    """A forked child (a data loader's worker) must not hold the lock of a parent that died."""
-    for fd in _held:
-        os.close(fd)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class FileLock:
@@ -35,8 +24,8 @@ class FileLock:
         try:
             while True:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                if _try(fd):
-                    if _is_at(fd, path):
+                if _try(fd, path):
+                    if locks.is_at(fd, path):
                         break
                     os.close(fd)  # its directory was removed and made again meanwhile
                     continue
@@ -49,15 +38,12 @@ class FileLock:
             os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
         except OSError as error:
             raise StorageError(path, error) from error
-        _held.add(fd)
+        locks.keep(fd)
         return cls(path, fd)
 
     def release(self) -> None:
-        """Let go; nothing happens the second time."""
-        if self._fd in _held:
-            _held.discard(self._fd)
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
+        """End it. Nothing happens the second time."""
+        locks.release(self._fd)
         self._fd = -1
 
     def __enter__(self) -> FileLock:
@@ -67,16 +53,8 @@ class FileLock:
         self.release()
 
 
-def _try(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _try(fd: int, path: str) -> bool:
+    locked = locks.try_lock(fd)
+    if locked is None:
+        raise StorageError(path, "this file system has no locks")
+    return locked

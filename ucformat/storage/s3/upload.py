@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ucformat.errors import StorageError
-from ucformat.storage import s3_client
-from ucformat.storage.s3_client import failure
+from ucformat.storage.s3 import client as s3_client
+from ucformat.storage.s3.client import failure
 from ucformat.storage.store import Bytes, Writer
 
 PART_BYTES = 8 << 20  # of one request: S3 takes 5 MiB to 5 GiB

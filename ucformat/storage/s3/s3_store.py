@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ucformat.errors import FormatError, MissingFileError, StorageError
-from ucformat.storage import s3_client
-from ucformat.storage.s3_client import ATTEMPTS, failure, is_absent
-from ucformat.storage.s3_upload import UPLOADS, S3Writer
+from ucformat.storage.s3 import client as s3_client
+from ucformat.storage.s3.client import ATTEMPTS, failure, is_absent
+from ucformat.storage.s3.upload import UPLOADS, S3Writer
 from ucformat.storage.store import Bytes, Store, Writer, folders_of, safe_path
 
 SCHEMES = ("s3://", "s3a://")
