@@ -110,8 +110,8 @@ def test_what_two_packages_recognise_is_an_error_that_names_both(
 
 
 def test_a_format_that_can_not_be_written_is_refused_with_those_that_can(toy: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"choose from native, hf, dcp, torchsave, megatron, toy"):
-        ucformat.convert(toy, tmp_path / "out", to="deepspeed")
+    with pytest.raises(UnsupportedError, match=r"choose from native, hf, dcp, torchsave, .*toy"):
+        ucformat.convert(toy, tmp_path / "out", to="snapshot")
 
 
 def test_every_format_of_ours_is_complete() -> None:

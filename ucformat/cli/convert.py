@@ -27,7 +27,7 @@ def convert(
         ...,
         "--to",
         "-t",
-        help="Format to write: native, hf, dcp, torchsave, megatron, or one that another package has registered.",
+        help="Format to write: native, hf, dcp, torchsave, megatron, ucp, or one that another package has registered.",
     ),
     dtype: str | None = typer.Option(None, help="Convert the model's floating-point tensors: bf16, fp16, fp32, fp64."),
     keep_dtype: list[str] | None = typer.Option(None, help="Names that keep their dtype under --dtype: a glob. Repeatable."),

@@ -6,6 +6,7 @@ sizes and CRCs follow the data, so bytes stream through once and in order.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import math
 import pickle
@@ -49,19 +50,45 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OutgoingObject:
+    """An object of a class that is not installed here: the program that reads the file makes it, and sets its attributes."""
+
+    module: str
+    name: str
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Class:
+    """Stands for a class by its name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
     owner: Outgoing
 
 
 def pickle_tree(tree: Any) -> bytes:
-    """The `data.pkl` of a tree of plain values and `Outgoing` leaves."""
+    """The `data.pkl` of a tree of plain values, `Outgoing` leaves and `OutgoingObject`s."""
     out = io.BytesIO()
     _Pickler(out, protocol=2).dump(tree)
     return out.getvalue()
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles `Outgoing` leaves as torch pickles tensors."""
+class _Pickler(pickle._Pickler):
+    """Pickles `Outgoing` leaves as torch pickles tensors. In Python's own form, which can name a class without having it."""
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # the signature is pickle's
+        if isinstance(obj, _Class):
+            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())  # type: ignore[attr-defined]
+        elif isinstance(obj, OutgoingObject):
+            made = (_Class(obj.module, obj.name),)
+            self.save_reduce(copyreg.__newobj__, made, dict(obj.attributes))  # type: ignore[attr-defined]
+        else:
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Outgoing):

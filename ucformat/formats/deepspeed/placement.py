@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ucformat.containers.zip_write import OutgoingObject
 from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.deepspeed.cuts import Cut, Shape, View, along, chunks, view_cuts
 from ucformat.formats.deepspeed.optim import mapping, sequence
@@ -114,6 +115,23 @@ class Rules:
             except ValueError as error:
                 raise FormatError(self.file, f"universal_checkpoint_info does not fit {name!r}: {error}") from None
         return self._placed[key]
+
+    def hints(self, name: str, whole: Shape) -> dict[str, object]:
+        """What a universal folder says beside a parameter, so that DeepSpeed cuts it for tensor-parallel ranks as it was."""
+        hints: dict[str, object] = {"cat_dim": 1 if self._match(_ROWS, name) else 0}
+        if self._match(_HALVES, name):
+            hints["param_n_sub_params"] = 2
+        if self._match(_VOCABULARY, name):
+            hints["vocab_tensor"] = True
+        found = self._parts_of(name)
+        if found is not None and found[0].dim < len(whole):
+            part, size = found[0], whole[found[0].dim]
+            count = part.shape[part.dim]
+            widths = (size // count,) * count if isinstance(count, int) and count > 0 else count
+            shape = (*part.shape[: part.dim], widths, *part.shape[part.dim + 1 :])
+            fields = {"patterns": list(part.patterns), "shape": shape, "partition_dim": part.dim}
+            return {"sub_param_shape": OutgoingObject("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)}
+        return hints
 
     def _place(self, name: str, shards: Sequence[Shape]) -> Placement:
         affine = [self.affine[pattern] for pattern in self._affine.matching(name)]

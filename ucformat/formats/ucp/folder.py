@@ -10,6 +10,7 @@ from ucformat.errors import FormatError, MissingFileError, NotACheckpointError, 
 from ucformat.formats.source import Source
 from ucformat.storage.store import Store
 
+NAME = "ucp"
 POINTER = "latest_universal"
 STATE = "zero"
 """The directory of a directory for each parameter."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ucformat.catalog import Catalog, Notes
 from ucformat.errors import MissingFileError
+from ucformat.formats import tagged
 from ucformat.formats.deepspeed.files import RankFiles
 from ucformat.formats.deepspeed.join import TensorJoin, merged
 from ucformat.formats.deepspeed.model import Model, add_frozen, parse_model, tied
@@ -19,10 +20,8 @@ from ucformat.formats.deepspeed.values import value_tree
 from ucformat.formats.deepspeed.zero import OptimizerState, Shapes, shape_dict, shapes_of
 from ucformat.formats.source import Source
 from ucformat.formats.training_files import with_training_state
-from ucformat.formats.ucp.folder import GLOBAL, UniversalFiles, discover
+from ucformat.formats.ucp.folder import GLOBAL, NAME, UniversalFiles, discover
 from ucformat.formats.ucp.state import ParameterState, add_states, open_states, step_of
-
-NAME = "ucp"
 
 _FLAT = ("fp32_flat_groups", "single_partition_of_fp32_groups", "base_optimizer_state")
 _LAYOUT = {
@@ -47,7 +46,13 @@ def open_catalog(source: Source) -> Catalog:
     rest = {name: value for module in reversed(folder.modules) for name, value in module.rest.items()}
     values = value_tree(opened, held, rest, found)
     step, mesh = tree.get("global_steps"), {"pp": degrees.pp, "tp": degrees.tp}
-    notes = Notes(NAME, step if type(step) is int else None, {a: n for a, n in mesh.items() if n > 1}, tuple(opened.remarks))
+    notes = Notes(
+        NAME,
+        step if type(step) is int else None,
+        {a: n for a, n in mesh.items() if n > 1},
+        tuple(opened.remarks),
+        tagged.origin_layout(source.store, NAME),
+    )
     catalog = opened.build(values, notes)
     return with_training_state(merged(catalog, replace(weights, files=catalog.files)), source.store)
 
