@@ -133,6 +133,7 @@ def load(
     allow_missing: Sequence[str] = ...,
     allow_unexpected: Sequence[str] = ...,
     rename: Rename | None = ...,
+    family: str | None = ...,
     cast: bool = ...,
     verify: bool = ...,
     process_group: dist.ProcessGroup | None = ...,
@@ -148,6 +149,7 @@ def load(
     allow_unexpected: Sequence[str] = (),
     select: Sequence[str] = (),
     rename: Rename | None = None,
+    family: str | None = None,
     device: torch.device | str = "cpu",
     cast: bool = False,
     verify: bool = True,
@@ -171,6 +173,8 @@ def load(
         select: Without `into`: globs over the names to load (`model/*`); all by default.
         rename: From stored names to those wanted: a function, or regular expressions and replacements, as in `re.sub`.
             What wrappers add to names (`module.`, `_orig_mod.`, …) is matched without it.
+        family: With `into`: the model family by whose rules names and shapes are translated between Megatron and Hugging Face
+            transformers, as in `convert` (`llama`, `mixtral`, …, `auto`).
         device: Without `into`: where the tensors are put.
         cast: Convert stored dtypes to those of `into`.
         verify: Compare checksums while reading.
@@ -188,6 +192,8 @@ def load(
     """
     where, number = os.fspath(path), checked_step(step)
     if into is None:
+        if family is not None:
+            raise ValueError("family is for loading into a state: convert(…, family=…) writes a translated checkpoint")
         target = torch.device(device)
         return _again_if_replaced(
             where, number, lambda: _load_all(where, number, select, rename, target, verify=verify, on_bytes=on_bytes), Group()
@@ -195,7 +201,7 @@ def load(
     if select:
         raise ValueError("select is for loading without into: leave keys out of `into`, and pass allow_unexpected=[...]")
     rules = NameRules(allow_missing, allow_unexpected) if strict else NameRules(EVERYTHING, EVERYTHING)
-    options = LoadOptions(rules, rename, cast, verify, on_bytes)
+    options = LoadOptions(rules, rename, cast, verify, on_bytes, family)
     live, group = into, current(process_group)
     return _again_if_replaced(where, number, lambda: load_state(where, number, live, options, group), group)
 

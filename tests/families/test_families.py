@@ -121,6 +121,25 @@ def test_megatron_goes_straight_to_hugging_face(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, masters["optimizer/output_layer.weight/fp32"][:29])
 
 
+def test_a_megatron_run_goes_on_as_a_model_of_transformers_without_conversion() -> None:
+    """Weights from the master weights, and the optimizer's state by parameter, straight from buckets of two tensor ranks."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=29))
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    report = ucformat.load(folder("tp2dp2", "dp_reshardable"), into=state, family="auto", allow_unexpected=["scheduler"])
+    assert report.step == 10
+    expected = tensors(translate(catalog_of("tp2dp2", "legacy"), "auto"))
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[f"optimizer/{name}/fp32"]), name
+        assert torch.equal(optimizer.state[param]["exp_avg_sq"], expected[f"optimizer/{name}/exp_avg_sq"]), name
+        assert optimizer.state[param]["step"] == 1
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
+
+
 def small(tmp_path: Path, names: list[str]) -> Catalog:
     save_file({name: torch.zeros(4, 4) for name in names}, tmp_path / "model.safetensors")
     return formats.open_catalog(str(tmp_path / "model.safetensors"))

@@ -17,7 +17,9 @@ from ucformat import formats
 from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.errors import DTypeMismatchError, ShapeMismatchError, StorageError
-from ucformat.formats.source import locate
+from ucformat.families import translate
+from ucformat.formats import sidecar_files
+from ucformat.formats.source import Source, locate
 from ucformat.group import Group, word
 from ucformat.naming import Rename, rename_catalog
 from ucformat.process import collected_later
@@ -49,6 +51,8 @@ class LoadOptions:
     verify: bool = True
     """Compare checksums while reading."""
     on_bytes: Callable[[int], None] | None = None
+    family: str | None = None
+    """The model family by whose rules the model is translated first: see `families.translate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,9 @@ def load_catalog(
     with group.together(f"renaming what {where} holds"):
         if options.rename is not None:
             catalog = rename_catalog(catalog, options.rename)
+        if options.family is not None:
+            beside = sidecar_files.gather(Source(catalog.store))
+            catalog = translate(catalog, options.family, sidecar_files.configs(beside).values())
     catalog, remark = as_live(catalog, into, group)
     with collected_later():
         loading, reading, here, report = _plan(catalog, into, options, group)
