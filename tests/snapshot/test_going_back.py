@@ -12,8 +12,10 @@ import torch.distributed as dist
 import ucformat
 from tests.reshard.ranks import on_ranks
 from tests.snapshot.keeper.test_closing import Counting
+from ucformat.formats.snapshot import rank_name
 from ucformat.snapshot.keeper.handoff import Persist
 from ucformat.snapshot.restore import Restored
+from ucformat.snapshot.slots.restart_fence import Fence, write_fence
 from ucformat.snapshot.snapshotter import Snapshotter
 
 OTHER = 100.0  # weights of the second history begin here
@@ -100,6 +102,21 @@ def test_steps_in_storage_that_the_job_has_gone_back_from_are_not_preferred_to_m
     again = Snapshotter(training.state, directory=str(place), persist=persist).restore()
     assert again is not None
     assert (again.step, float(training.weight.detach()[0, 0])) == (9, OTHER - 6)
+
+
+def test_a_clock_that_was_set_back_makes_no_version_an_abandoned_one(tmp_path: Path) -> None:
+    """A job that is started without `restore`, after one that had restored step 1 when the clock was ahead."""
+    place = tmp_path / "slots"
+    training = Counting(str(place), hash_every=0, mode="blocking")
+    train(training, 1)
+    training.snap.close()
+    write_fence(str(place / rank_name(0)), Fence("before", 1, "9999-01-01T00:00:00.000000+00:00"))
+    training = Counting(str(place), hash_every=0, mode="blocking")
+    go_back(training, 1)
+    train(training, 2)
+    training.snap.close()
+    found, weight = restored(place)
+    assert (found.step, weight) == (3, OTHER - 2)
 
 
 def both_go_back(place: str) -> list[tuple[int | None, float]]:

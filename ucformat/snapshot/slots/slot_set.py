@@ -31,7 +31,7 @@ from ucformat.formats.snapshot import LOCK, SlotRecord, rank_name
 from ucformat.snapshot.slots.filelock import FileLock
 from ucformat.snapshot.slots.free_memory import room
 from ucformat.snapshot.slots.inventory import Found, Inventory, scan_slots
-from ucformat.snapshot.slots.restart_fence import Fence, remove_others, write_fence
+from ucformat.snapshot.slots.restart_fence import Fence, read_fence, remove_others, write_fence
 from ucformat.snapshot.slots.slotfile import SlotFile, adopt, drop, make, read_record, reserve, write_record
 from ucformat.storage.store import Bytes
 
@@ -95,7 +95,7 @@ class SlotSet:
         self._ticks = count_from(1)
         self._age: dict[int, int] = {}
         self._replaced: int | None = None
-        self._retired = False
+        self._retired = self._fenced = False
         self._registered: list[Slot] = []
         self._header_digest = hex_digest(layout.header)
 
@@ -345,7 +345,8 @@ class SlotSet:
         """Forget what other runs hold from a step on, which is about to be committed: they must not pass for newer."""
         newer = [slot for slot in self._valid() if slot.run != self.run and slot.step is not None and slot.step >= step]
         earlier = [found for found in self._earlier if found.step >= step]
-        if newer or earlier:
+        fence, self._fenced = None if self._fenced else read_fence(self.folder), True
+        if newer or earlier or (fence is not None and fence.run != self.run):  # by that one, these would count as abandoned
             write_fence(self.folder, Fence.now(self.run, step - 1))
         for slot in newer:
             if not slot.file.clear(self.layout.table_start, _CLEARING_S):
