@@ -16,7 +16,7 @@ from ucformat.box import Ints
 from ucformat.errors import RankFailedError
 from ucformat.group import Group
 from ucformat.snapshot.copying.host import Outcome
-from ucformat.snapshot.copyplan.drift import Drift, SmoothedRate
+from ucformat.snapshot.copyplan.drift import Drift, Smoothed
 from ucformat.snapshot.copyplan.plan import CopyPlan, Mode, Pieces, Rates, plan_copies
 from ucformat.snapshot.report import SnapshotReport
 from ucformat.snapshot.schedule.replay import IdleWindow, Times, Track, replay
@@ -49,8 +49,8 @@ class Planner:
         self._rates = Rates(alone=4e9, beside=2e9)  # a guess, until the first copies tell
         self._current: tuple[int, CopyPlan] | None = None
         """How much was known of steps then, and the plan in force."""
-        self._alone, self._waiting = SmoothedRate(), SmoothedRate()
-        self._gate = self._typical_gate = 0.0
+        self._alone, self._waiting = Smoothed(0.15), Smoothed(0.15)
+        self._gate, self._gates = 0.0, Smoothed(0.2)
 
     def plan(self, nbytes: Ints) -> CopyPlan:
         """The plan in force for pieces of these bytes. Made anew only when something changed."""
@@ -95,16 +95,18 @@ class Planner:
 
     def learn(self, outcome: Outcome, gate: float) -> None:
         """What was just measured of rates, and of waiting for a slot, smoothed; a plan that is off is made anew."""
-        self._typical_gate += 0.2 * (gate - self._typical_gate)
-        if self._drift is not None and abs(self._typical_gate - self._gate) > max(GATE_S, GATE_DRIFT * self._drift.planned.idle):
-            self._gate = self._typical_gate
+        self._gates.add(gate)
+        idle = 0.0 if self._drift is None else self._drift.planned.idle
+        if self._drift is not None and self._gates.differs(self._gate, max(GATE_S, GATE_DRIFT * idle)):
+            self._gate = self._gates.value or 0.0
             self._replan()
         _measure(self._alone, outcome.nbytes - outcome.exposed, outcome.busy_s)
         _measure(self._waiting, outcome.exposed, outcome.exposed_s)
         beside = self._alone if self._alone.value is not None else self._waiting
         waiting = self._waiting if self._waiting.value is not None else self._alone
         known = self._rates
-        if beside.differs(known.alone, RATE_DRIFT) or waiting.differs(known.waiting or known.alone, WAITING_DRIFT):
+        then = known.waiting or known.alone
+        if beside.differs(known.alone, RATE_DRIFT * known.alone) or waiting.differs(then, WAITING_DRIFT * then):
             alone = beside.value or known.alone
             self._rates = Rates(alone=alone, beside=alone / 2, opening=OPENING_S, waiting=waiting.value or alone)
             self._replan()
@@ -147,7 +149,7 @@ class Planner:
             self._current = None
 
 
-def _measure(rate: SmoothedRate, nbytes: int, seconds: float) -> None:
+def _measure(rate: Smoothed, nbytes: int, seconds: float) -> None:
     if nbytes >= RATE_BYTES and seconds > 0:
         rate.add(nbytes / seconds)
 

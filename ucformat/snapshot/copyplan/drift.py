@@ -13,7 +13,7 @@ ENTER = 0.15  # of the step's seconds are elsewhere than planned: about what the
 LITTLE = 0.1  # of the step: less idle time than this is hardly planned with
 NOISE_S = 0.001  # what the system's scheduler moves in any step: no plan gains by following it
 SURE = 4.0  # standard errors of a median, or of a smoothed rate, that are taken for noise: the plan was made of such, too
-DIFFER = 0.1  # by which fraction rates are taken to differ, until measurements tell
+DIFFER = 0.1  # by which fraction measurements are taken to scatter, until they tell
 LEAVE = 0.07  # half of it: what hovers around the threshold is reported once
 
 
@@ -51,27 +51,25 @@ def _error(measured: Floats, median: Floats) -> Floats:
     return error
 
 
-class SmoothedRate:
-    """Bytes per second, smoothed over measurements, and how much these differ."""
+class Smoothed:
+    """A quantity, smoothed over measurements, and how much these scatter."""
 
-    weight = 0.15  # of the newest measurement
-
-    def __init__(self) -> None:
+    def __init__(self, weight: float) -> None:
+        """`weight` is that of the newest measurement."""
         self.value: float | None = None
-        self._variance = DIFFER**2
-        """Of single measurements, relative."""
+        self._weight, self._variance = weight, 0.0
 
-    def add(self, rate: float) -> None:
+    def add(self, measured: float) -> None:
         if self.value is None:
-            self.value = rate
+            self.value, self._variance = measured, (DIFFER * measured) ** 2
             return
-        self._variance += self.weight * ((rate / self.value - 1) ** 2 - self._variance)
-        self.value += self.weight * (rate - self.value)
+        self._variance += self._weight * ((measured - self.value) ** 2 - self._variance)
+        self.value += self._weight * (measured - self.value)
 
     def differs(self, known: float, by: float) -> bool:
-        """Whether it is another rate than `known`: by more than this fraction, and by more than noise explains."""
-        error = (self.weight / (2 - self.weight) * self._variance) ** 0.5
-        return self.value is not None and abs(self.value / known - 1) > max(by, SURE * error)
+        """Whether it differs from `known` by more than this, and by more than noise explains."""
+        error = float((self._weight / (2 - self._weight) * self._variance) ** 0.5)
+        return self.value is not None and abs(self.value - known) > max(by, SURE * error)
 
 
 class Drift:

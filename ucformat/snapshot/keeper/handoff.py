@@ -57,6 +57,8 @@ class Persistence:
         """Steps for which a version that is being written may hold up others, where there is no slot beside the rotating ones."""
         self._holding_up: tuple[int, int] | None = None
         """The step that is being written, and the first one that it held up."""
+        self._ordered: set[int] = set()
+        """Steps that it was given to persist."""
         self._given_up: set[int] = set()
         """Steps that were counted as failed, though the keeper may still be writing them."""
         told = persist or Persist("")
@@ -87,6 +89,7 @@ class Persistence:
             time.sleep(LOOK_S)
             self.poll()
             taken = self._keeper.hash_and_maybe_persist(slot.index, step, due.persist)
+        self._ordered |= {step} if taken and due.persist else set()
         if not taken and due.persist:
             self._lost(step, "not persisted: the keeper is busy with earlier versions")
             self._keeper.hash_and_maybe_persist(slot.index, step, persist=False)
@@ -166,8 +169,11 @@ class Persistence:
             self._report.persisted.append(event.step)
             if event.step in self._given_up:  # all of it had been read when its slot was given away
                 self._report.persist_failed -= 1
-        elif isinstance(event, Failed):
+        elif isinstance(event, Failed) and event.step in self._ordered:
             self._lost(event.step, event.message)
+        elif isinstance(event, Failed):
+            self._report.failures.append(f"step {event.step}: no checksums: {event.message}")
+            self._warn("hash", f"step {event.step} has no checksums: {event.message}")
         elif isinstance(event, Skipped) and event.missed:
             self._lost(event.step, f"not persisted: {event.why}")
         elif isinstance(event, Restarted):

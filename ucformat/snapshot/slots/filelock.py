@@ -34,11 +34,14 @@ class FileLock:
                 if time.monotonic() >= deadline:
                     raise SnapshotInUseError(os.path.dirname(path), holder)
                 time.sleep(_POLL_S)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
         except OSError as error:
             raise StorageError(path, error) from error
         locks.keep(fd)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
+        except OSError:
+            pass  # the memory is full: who holds it is not said, but it is held
         return cls(path, fd)
 
     def release(self) -> None:
