@@ -2,18 +2,21 @@
 
 from ucformat.values.codec import ArrayRef, Opaque, RankLocal, TensorRef, decode, encode
 from ucformat.values.tree import escape, join, join_name, merge, prune, refs, split, split_name, unite_aliases
+from ucformat.values.walk import changed, nodes
 
 __all__ = [
     "ArrayRef",
     "Opaque",
     "RankLocal",
     "TensorRef",
+    "changed",
     "decode",
     "encode",
     "escape",
     "join",
     "join_name",
     "merge",
+    "nodes",
     "prune",
     "refs",
     "split",

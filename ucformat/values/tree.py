@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -19,6 +18,7 @@ import numpy as np
 from ucformat.errors import CoverageError, FormatError, UnrepresentableError, ValueConflictError
 from ucformat.values import bytes_io
 from ucformat.values.codec import MAX_DEPTH, ArrayRef, Opaque, RankLocal, TensorRef, Where, decode, encode, has_surrogates
+from ucformat.values.walk import ATOMS, DICTS, SEQUENCES, changed, items, nodes, rebuilt
 
 __all__ = [
     "MAX_DEPTH", "ArrayRef", "Opaque", "RankLocal", "TensorRef", "Where",
@@ -51,10 +51,6 @@ def split_name(name: str) -> list[str]:
 
 # ---------------------------------------------------------------- split
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex})
-_SEQUENCES = (list, tuple)
-_DICTS = (dict, OrderedDict)
-
 
 def split(tree: object, is_tensor: Callable[[object], bool]) -> tuple[object, dict[str, Any]]:
     """Take a state apart: its values, and its tensor leaves by name.
@@ -80,11 +76,11 @@ class _Splitter:
     def walk(self, x: object, at: Where, name: str, *, named: bool) -> object:
         """The values of `x`; `named` while only dicts with str keys lie between the root and here."""
         kind = type(x)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return x
-        if kind in _DICTS:
+        if kind in DICTS:
             return self._dict(cast(dict[Any, Any], x), at, name, named=named)
-        if kind in _SEQUENCES:
+        if kind in SEQUENCES:
             return cast(type, kind)(self._items(cast(Sequence[object], x), at, name))
         if kind is np.ndarray:
             return ArrayRef(self._add(_storable(cast(np.ndarray[Any, Any], x), at), at, name))
@@ -107,7 +103,7 @@ class _Splitter:
         return x
 
     def _items(self, x: Sequence[object], at: Where, name: str, first: int = 0) -> list[object]:
-        if set(map(type, x)) <= _ATOMS:
+        if set(map(type, x)) <= ATOMS:
             return list(x)
         return [self.walk(item, Where(at, i), _below(name, at, str(i)), named=False) for i, item in enumerate(x, first)]
 
@@ -154,40 +150,20 @@ def join(values: object, tensors: Mapping[str, Any]) -> object:
     for a placeholder whose tensor is not given, FormatError when a name leads through something that is no dict.
     """
     used: set[str] = set()
-    tree = _fill(values, tensors, used, Where())
+
+    def fill(x: object) -> object:
+        if type(x) is TensorRef or type(x) is ArrayRef:
+            if x.name not in tensors:
+                raise CoverageError(x.name, None, "values")
+            used.add(x.name)
+            return _as_array(tensors[x.name]) if type(x) is ArrayRef else tensors[x.name]
+        return bytes_io.from_value(x) or x
+
+    tree = changed(values, fill)
     for name, leaf in tensors.items():
         if name not in used:
             tree = _insert(tree, name, leaf)
     return tree
-
-
-def _fill(x: object, tensors: Mapping[str, Any], used: set[str], at: Where) -> object:
-    """A copy of `x` with its placeholders filled; names of these are added to `used`."""
-    kind = type(x)
-    if kind in _ATOMS:
-        return x
-    if kind in _DICTS:
-        return cast(type, kind)(
-            (key, _fill(item, tensors, used, Where(at, key))) for key, item in cast(dict[Any, Any], x).items()
-        )
-    if kind in _SEQUENCES:
-        return cast(type, kind)(_fill_items(cast(Sequence[object], x), tensors, used, at))
-    if type(x) is TensorRef or type(x) is ArrayRef:
-        if x.name not in tensors:
-            raise CoverageError(x.name, None, "values")
-        used.add(x.name)
-        leaf: object = tensors[x.name]
-        return _as_array(leaf) if type(x) is ArrayRef else leaf
-    if type(x) is argparse.Namespace:
-        return argparse.Namespace(**{key: _fill(item, tensors, used, Where(at, key)) for key, item in vars(x).items()})
-    if type(x) is RankLocal:
-        return RankLocal(x.policy, x.coords, tuple(_fill_items(x.values, tensors, used, at)), x.first)
-    if type(x) is Opaque:
-        stream = bytes_io.from_value(x)
-        if stream is not None:
-            return stream
-        return Opaque(x.class_name, _fill(x.state, tensors, used, Where(at, x.class_name)))
-    return x
 
 
 def _as_array(leaf: object) -> object:
@@ -196,18 +172,12 @@ def _as_array(leaf: object) -> object:
     return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _fill_items(x: Sequence[object], tensors: Mapping[str, Any], used: set[str], at: Where) -> list[object]:
-    if set(map(type, x)) <= _ATOMS:
-        return list(x)
-    return [_fill(item, tensors, used, Where(at, i)) for i, item in enumerate(x)]
-
-
 def _insert(tree: object, name: str, leaf: object) -> object:
     """Put `leaf` where its name says, making dicts on the way."""
     parts = split_name(name)
     node = tree
     for depth, part in enumerate(parts):
-        if type(node) not in _DICTS:
+        if type(node) not in DICTS:
             raise FormatError("values", f"tensor {name!r} lies below {join_name(*parts[:depth])!r}, which is no dict")
         inside = cast(dict[str, object], node)
         if depth == len(parts) - 1:
@@ -223,41 +193,24 @@ def _insert(tree: object, name: str, leaf: object) -> object:
 
 def prune(values: object, drop: Callable[[str, object], bool], path: str = "") -> object:
     """A copy of `values` without what `drop(path, value)` says: dicts lose the key, sequences keep their length with None."""
-    below = f"{path}/" if path else ""
-    if type(values) in _DICTS:
-        held = [(key, f"{below}{escape(str(key))}", item) for key, item in cast(dict[Any, Any], values).items()]
-        return cast(type, type(values))((key, prune(item, drop, at)) for key, at, item in held if not drop(at, item))
-    if type(values) in _SEQUENCES:
-        items = enumerate(cast(Sequence[object], values))
-        return cast(type, type(values))(None if drop(f"{below}{i}", x) else prune(x, drop, f"{below}{i}") for i, x in items)
-    if type(values) is argparse.Namespace:
-        return argparse.Namespace(**cast(dict[str, Any], prune(vars(values), drop, path)))
-    if type(values) is RankLocal:
-        return replace(values, values=cast(tuple[object, ...], prune(values.values, drop, path)))
-    if type(values) is Opaque:
-        return Opaque(values.class_name, prune(values.state, drop, path))
-    return values
+    held = items(values)
+    if held is None:
+        return values
+    if type(values) is Opaque:  # its state has its path
+        return rebuilt(values, [(key, prune(item, drop, path)) for key, item in held])
+    named, kept = type(values) in DICTS or type(values) is argparse.Namespace, []
+    for key, item in held:
+        at = f"{path}/{escape(str(key))}" if path else escape(str(key))
+        if not drop(at, item):
+            kept.append((key, prune(item, drop, at)))
+        elif not named:
+            kept.append((key, None))
+    return rebuilt(values, kept)
 
 
 def refs(values: object, kinds: tuple[type[TensorRef | ArrayRef], ...] = (TensorRef, ArrayRef)) -> Iterator[str]:
     """Names of the tensors that have a placeholder, one of `kinds`, somewhere in `values`."""
-    if isinstance(values, (TensorRef, ArrayRef)):
-        if isinstance(values, kinds):
-            yield values.name
-    elif isinstance(values, argparse.Namespace):
-        yield from refs(vars(values), kinds)
-    elif isinstance(values, Opaque):
-        yield from refs(values.state, kinds)
-    else:
-        items: Iterable[object] = ()
-        if isinstance(values, dict):
-            items = values.values()
-        elif isinstance(values, (list, tuple)):
-            items = values
-        elif isinstance(values, RankLocal):
-            items = values.values
-        for item in items:
-            yield from refs(item, kinds)
+    return (x.name for x in nodes(values) if isinstance(x, kinds))
 
 
 # ---------------------------------------------------------------- merge
@@ -286,13 +239,13 @@ def _merge(held: Held, at: Where) -> object:
     if len(kinds) > 1:
         raise ValueConflictError(str(at), [rank for rank, _ in held], f"types differ ({_kinds(held)})")
     kind = kinds.pop()
-    if kind in _DICTS:
+    if kind in DICTS:
         return _merge_dicts(held, at, kind)
     if kind is argparse.Namespace:
         return argparse.Namespace(**_merge_dicts([(rank, vars(x)) for rank, x in held], at, dict))
     if kind is list and at.key == "param_groups":
         return [_merge_group([(rank, x[i]) for rank, x in held if i < len(x)], Where(at, i)) for i in range(_longest(held))]
-    if kind in _SEQUENCES and len({len(x) for _, x in held}) == 1 and not all(map(_is_flat, held)):
+    if kind in SEQUENCES and len({len(x) for _, x in held}) == 1 and not all(map(_is_flat, held)):
         return kind(_merge([(rank, x[i]) for rank, x in held], Where(at, i)) for i in range(_longest(held)))
     raise ValueConflictError(str(at), [rank for rank, _ in held])
 
@@ -332,7 +285,7 @@ def _distinct(held: Held) -> Held:
 
 
 def _is_flat(item: tuple[int, Sequence[object]]) -> bool:
-    return set(map(type, item[1])) <= _ATOMS
+    return set(map(type, item[1])) <= ATOMS
 
 
 def _longest(held: Held) -> int:

@@ -7,7 +7,6 @@ each of its names, as stock `load` wants every key.
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 import pickle
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ucformat import values as trees
 from ucformat.catalog import TensorSpec
 from ucformat.containers.file_image import ByteRequest, stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
@@ -166,30 +166,22 @@ def _descends(items: Sequence[Any]) -> bool:
     return any(isinstance(x, (dict, _Tensor)) or (isinstance(x, list) and _descends(x)) for x in items)
 
 
-def _tensors_in(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_tensors_in, value.values()))
-    if isinstance(value, argparse.Namespace):
-        return _tensors_in(vars(value))
-    return isinstance(value, _Tensor) or (isinstance(value, (list, tuple)) and any(map(_tensors_in, value)))
+def _tensors_in(value: object) -> bool:
+    return any(isinstance(x, _Tensor) for x in trees.nodes(value))
 
 
 def value_item(key: str, value: Any, ordered: Mapping[str, Sequence[tuple[int, OutputBox]]]) -> Planned:
     """A value, with the tensors that lie in its tuples and namespaces."""
     tensors: list[tuple[Outgoing, tuple[Range, ...]]] = []
 
-    def outgoing(x: Any) -> Any:
-        if isinstance(x, _Tensor):
-            leaf = Outgoing(str(len(tensors)), x.spec.dtype, x.spec.shape)
-            tensors.append((leaf, tuple(Range(index, 0, target.nbytes) for index, target in ordered[x.name])))
-            return leaf
-        if isinstance(x, dict):
-            return type(x)((name, outgoing(below)) for name, below in x.items())
-        if isinstance(x, argparse.Namespace):
-            return argparse.Namespace(**outgoing(vars(x)))
-        return type(x)(map(outgoing, x)) if type(x) in (list, tuple) else x
+    def outgoing(x: object) -> object:
+        if not isinstance(x, _Tensor):
+            return x
+        leaf = Outgoing(str(len(tensors)), x.spec.dtype, x.spec.shape)
+        tensors.append((leaf, tuple(Range(index, 0, target.nbytes) for index, target in ordered[x.name])))
+        return leaf
 
-    data_pkl = pickle_tree(outgoing(value))
+    data_pkl = pickle_tree(trees.changed(value, outgoing))
     return Planned(key, data_pkl, tuple(tensors))
 
 

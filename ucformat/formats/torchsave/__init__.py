@@ -6,7 +6,6 @@ are tensors of their own over the same bytes. Writing is in `torchsave.writer`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -134,25 +133,9 @@ def _array_dtype(dtype: np.dtype[Any]) -> str:
 
 def placeholders(tree: object) -> Iterator[str]:
     """A remark for every class of which the values hold only a stand-in."""
-    names = sorted(set(_classes(tree)))
+    names = sorted({x.class_name for x in values.nodes(tree) if isinstance(x, Opaque) and not bytes_io.is_one(x)})
     if names:
         yield f"not loaded, kept as opaque values: {', '.join(names)}"
-
-
-def _classes(tree: object) -> Iterator[str]:
-    if bytes_io.is_one(tree):
-        return
-    if isinstance(tree, Opaque):
-        yield tree.class_name
-        yield from _classes(tree.state)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _classes(value)
-    elif isinstance(tree, argparse.Namespace):
-        yield from _classes(vars(tree))
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _classes(value)
 
 
 READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog)

@@ -54,20 +54,7 @@ def state_of(x: Stateful, path: str) -> Any:
 
 def pending(tree: object) -> Iterator[str]:
     """Names of all that is pending in a joined tree."""
-    if isinstance(tree, Pending):
-        yield tree.name
-    elif isinstance(tree, values.RankLocal):
-        yield from pending(tree.values)
-    elif isinstance(tree, values.Opaque):
-        yield from pending(tree.state)
-    elif isinstance(tree, argparse.Namespace):
-        yield from pending(vars(tree))
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from pending(item)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from pending(item)
+    return (x.name for x in values.nodes(tree) if isinstance(x, Pending))
 
 
 def assign(live: Any, new: object) -> object:
