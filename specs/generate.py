@@ -12,7 +12,7 @@ from ucformat.containers.envelope import VERSION, Envelope
 from ucformat.formats.native.manifest import Record
 from ucformat.formats.native.shard import ShardNote
 from ucformat.formats.snapshot import SlotRecord
-from ucformat.values.codec import TAGS
+from ucformat.values.decoding import TAGS
 
 SCHEMA = Path(__file__).with_name("ucf.schema.json")
 

@@ -28,7 +28,7 @@ from ucformat.reshard.reading.fill import TensorFill
 from ucformat.reshard.reading.lazy import read
 from ucformat.snapshot.slots.slot_set import SlotSet
 from ucformat.storage.open import open_store
-from ucformat.values.codec import TAGS
+from ucformat.values.decoding import TAGS
 
 SLOT = {"$ref": "#/$defs/SlotFile", "$defs": json.loads(text())["$defs"]}
 SPEC = SCHEMA.with_name("format.md").read_text()

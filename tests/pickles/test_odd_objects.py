@@ -17,7 +17,7 @@ import torch
 import ucformat
 from ucformat.errors import UnsupportedError
 from ucformat.pickles.unpickle import to_values, unpickle
-from ucformat.values.codec import Opaque, decode, encode
+from ucformat.values import Opaque, decode, encode
 
 
 class Colour(enum.Enum):

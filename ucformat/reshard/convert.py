@@ -197,8 +197,7 @@ def prepare(
     if keep_dtype and dtype is None:
         raise UnsupportedError(dst, "keep_dtype means something only together with dtype")
     wanted = None if dtype is None else dtype_of(dtype)
-    if layout is not None and not writer.takes_layout:
-        raise UnsupportedError(dst, f"a layout has no meaning in the format {to}: {_which_take_layouts()}")
+    _check_layout(layout, writer, dst)
     source = locate(src)
     reader, catalog = formats.open_source(source)
     store, file = destination.place(dst, writer)
@@ -268,8 +267,10 @@ def _choose(
     return replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
 
 
-def _which_take_layouts() -> str:
-    return f"it is for {' and '.join(name for name in formats.writer_names() if formats.writer(name).takes_layout)}"
+def _check_layout(layout: MeshLayout | None, writer: Writer, dst: str) -> None:
+    if layout is not None and not writer.takes_layout:
+        taking = " and ".join(name for name in formats.writer_names() if formats.writer(name).takes_layout)
+        raise UnsupportedError(dst, f"a layout has no meaning in the format {writer.name}: it is for {taking}")
 
 
 def run(conversion: Conversion, group: Group | None = None, on_progress: Progress | None = None) -> ConvertReport:

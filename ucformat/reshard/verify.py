@@ -18,8 +18,8 @@ from ucformat.containers import checksums as sums
 from ucformat.errors import ChecksumError, CoverageError, FormatError, MissingFileError, OverlapError, StorageError, UcformatError
 from ucformat.formats import native
 from ucformat.formats.native.shard import ShardChecks, hex_digest
-from ucformat.reshard.reading.execute import tensors_at
 from ucformat.reshard.reading.plan import plan, wants
+from ucformat.reshard.reading.seen import tensors_at
 from ucformat.storage.store import Bytes, Reader, Sheet
 
 STEP_BYTES = 4 << 20  # read and hashed at a time by one thread

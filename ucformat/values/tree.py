@@ -1,7 +1,7 @@
 """The value tree: everything in a state that is no tensor, beside the tensors' names.
 
 `split` takes a nest of containers apart into values and named tensors, `join` puts it together again, `prune` leaves
-parts out, `merge` makes the trees of several ranks one, `encode` and `decode` (see `values_json`) are its exact JSON.
+parts out, `merge` makes the trees of several ranks one, `encode` and `decode` (see `codec`) are its exact JSON.
 Names are paths: the keys from the root to the tensor, escaped and joined with `/`.
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from ucformat.errors import CoverageError, FormatError, UnrepresentableError, ValueConflictError
 from ucformat.values import bytes_io
-from ucformat.values.codec import MAX_DEPTH, ArrayRef, Opaque, RankLocal, TensorRef, Where, decode, encode, has_surrogates
+from ucformat.values.codec import MAX_DEPTH, ArrayRef, Opaque, RankLocal, TensorRef, Where, encode, has_surrogates
+from ucformat.values.decoding import decode
 from ucformat.values.walk import ATOMS, DICTS, SEQUENCES, changed, items, nodes, rebuilt
 
 __all__ = [

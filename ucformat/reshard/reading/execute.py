@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from ucformat import process
 from ucformat.box import Ints
-from ucformat.catalog import Catalog, Checks, row_major
+from ucformat.catalog import Checks, row_major
 from ucformat.containers import checksums as sums
 from ucformat.dtypes import DType
-from ucformat.errors import ChecksumError, DTypeMismatchError, ShapeMismatchError, UcformatError
+from ucformat.errors import DTypeMismatchError, ShapeMismatchError, UcformatError
 from ucformat.group import Group
 from ucformat.reshard.reading.page_cache import Wake
 from ucformat.reshard.reading.plan import TASK_BYTES, ReadPlan, arrange, cut
+from ucformat.reshard.reading.seen import Seen, damaged
 from ucformat.reshard.reading.tasks import Segment, Task, tasks
 from ucformat.storage.local import aligned
 from ucformat.storage.store import Bytes, Reader, Sheet
@@ -33,7 +34,6 @@ from ucformat.storage.store import Bytes, Reader, Sheet
 AHEAD = 4  # tasks that are brought into memory before their turn
 RUN_TASKS = 128  # at most that one thread reads in order: long enough for a disk to read ahead, short enough to end together
 DISK_THREADS = 2  # at least, where a disk is read: it has work while one of them hashes
-PADDING_BYTES = 64 << 10  # unread rest of a checked range that is worth reading, so that the range can be checked
 VERIFY_BYTES = 4 << 20  # read and hashed while still in the cache that cores share
 DIRECT_BYTES = 16 << 10  # shorter segments cost less to copy than as one more buffer of a read
 WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,46 +65,6 @@ def execute(
     the destinations are then partly filled.
     """
     Reading(plan, dest, cast=cast, seen=seen, on_bytes=on_bytes, verify=verify).run(threads)
-
-
-class Seen:
-    """Checksums of files, loaded once, and what is known so far of ranges that are read in parts.
-
-    Whoever passes one to several executions calls `complete` after the last.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._checks: dict[int, tuple[Checks | None, sums.Ledger | None]] = {}
-
-    def of(self, catalog: Catalog, file: int) -> tuple[Checks | None, sums.Ledger | None]:
-        """The checks of a file, and a ledger where ranges may arrive in parts. Raises what loading them raises."""
-        with self._lock:
-            if file not in self._checks:
-                entry = catalog.files[file]
-                found = None if entry.checks is None else entry.checks.load(catalog.store_of(file), entry.path)
-                ledger = sums.Ledger(found) if found is not None and found.algorithm == "crc32" else None
-                self._checks[file] = found, ledger
-            return self._checks[file]
-
-    def complete(self, catalog: Catalog) -> None:
-        """Check the ranges that were read but for a little padding, which is read now. Raises ChecksumError."""
-        for file, (found, ledger) in self._checks.items():
-            for start, stop in [] if ledger is None else ledger.gaps(PADDING_BYTES):
-                data = np.empty(stop - start, dtype=np.uint8)
-                catalog.store_of(file).read_into(catalog.files[file].path, start, data)
-                assert ledger is not None
-                wrong = ledger.add(start, data)
-                if wrong is not None:
-                    assert found is not None
-                    raise damaged(catalog, file, found, wrong)
-
-
-def damaged(catalog: Catalog, file: int, found: Checks, wrong: int) -> ChecksumError:
-    """The error for checked range `wrong` of a file."""
-    start, stop = int(found.start[wrong]), int(found.stop[wrong])
-    where = f"{catalog.store_of(file).url}/{catalog.files[file].path}"
-    return ChecksumError(where, start, stop, tensors_at(catalog, file, start, stop), found.algorithm)
 
 
 class Reading:
@@ -404,11 +364,3 @@ def _typed(data: Bytes, kind: DType) -> torch.Tensor:
     if usable.ctypes.data % kind.itemsize or not usable.flags.writeable:
         usable = usable.copy()
     return torch.from_numpy(usable).view(kind.torch)
-
-
-def tensors_at(catalog: Catalog, file: int, start: int, stop: int) -> list[str]:
-    """Names of the tensors that have bytes in [start, stop) of a file."""
-    table = catalog.fragments
-    rows = np.flatnonzero(table.file == file)
-    hit = rows[(table.start[rows] < stop) & (catalog.stops(rows) > start)]
-    return [catalog.tensors[i].name for i in np.unique(table.tensor[hit])]

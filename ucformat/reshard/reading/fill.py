@@ -12,8 +12,9 @@ from ucformat.catalog import Catalog
 from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DTYPES, DType
 from ucformat.formats.target import OutputBox
-from ucformat.reshard.reading.execute import WIDTH, Seen, execute
+from ucformat.reshard.reading.execute import WIDTH, execute
 from ucformat.reshard.reading.plan import plan, wants
+from ucformat.reshard.reading.seen import Seen
 from ucformat.storage.store import Bytes
 
 
