@@ -1,4 +1,4 @@
-"""`ucconvert`: the command line. One module per verb; what a verb does lives in `reshard`, here it is only told.
+"""`ucconvert`: the command line. One module per verb, which calls `reshard` and prints the result.
 
 `python -m ucformat.cli` is the same program, also under `torchrun`.
 """

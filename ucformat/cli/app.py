@@ -1,4 +1,4 @@
-"""The program: its verbs, which of them is meant, and how errors are told.
+"""The program: its verbs, which of them is meant, and how errors are printed.
 
 `ucconvert SRC DST --to FORMAT` means `ucconvert convert …`: whatever does not start with a verb is a conversion.
 """

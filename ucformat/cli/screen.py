@@ -105,7 +105,7 @@ def count_text(number: int, noun: str) -> str:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with bytes, bytes/s and time left, on a terminal's standard error; yields what is told of bytes done."""
+    """A bar with bytes, bytes/s and time left, on a terminal's standard error; yields a function that takes the bytes done."""
     if not is_leader() or not sys.stderr.isatty():
         yield lambda done: None
         return

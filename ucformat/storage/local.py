@@ -78,7 +78,7 @@ class LocalReader(Reader):
         """Whether both ends of a range are in the page cache. Asking for all of it would look at every page."""
         return all(page_cache.is_in_memory(self.fd, at) for at in (start, start + max(nbytes, 1) - 1))
 
-    def let_go(self, start: int, nbytes: int) -> None:
+    def drop_cached(self, start: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 

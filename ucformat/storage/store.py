@@ -103,8 +103,8 @@ class Reader:
         """Whether a range is in this host's memory, so that no disk has to be asked; True where nobody can tell."""
         return True
 
-    def let_go(self, start: int, nbytes: int) -> None:
-        """A range need not stay in this host's memory. A hint."""
+    def drop_cached(self, start: int, nbytes: int) -> None:
+        """Drop a range from this host's page cache, where it has one. A hint."""
 
     def __enter__(self) -> Reader:
         return self

@@ -78,7 +78,7 @@ class Wake:
                 first = cell
                 while first > max(self._base[task.file], cell - STRETCH) and self._is_over(first - 1):
                     first -= 1
-                reader.let_go((first - self._base[task.file]) * CELL_BYTES, (cell + 1 - first) * CELL_BYTES)
+                reader.drop_cached((first - self._base[task.file]) * CELL_BYTES, (cell + 1 - first) * CELL_BYTES)
 
     def __enter__(self) -> Wake:
         return self
