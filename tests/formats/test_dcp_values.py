@@ -53,3 +53,11 @@ def test_tensors_in_a_namespace_come_along(tmp_path: Path) -> None:
     assert found.x.tolist() == [0, 1, 2]
     assert found.l[0].tolist() == [1, 1]
     assert not any(b"ucformat" in file.read_bytes() for file in (tmp_path / "dcp").rglob("*.distcp"))
+
+
+def test_keys_that_become_text_are_said(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "by_rank": {0: {"seed": 1}, 1: {"seed": 2}}, "kept": ({1: 2},)}, tmp_path / "a.pt")
+    report = ucformat.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
+    assert [text for text in report.remarks if "become text in by_rank" in text] == list(report.remarks)
+    found = ucformat.load(tmp_path / "dcp")
+    assert (found["by_rank"], found["kept"]) == ({"0": {"seed": 1}, "1": {"seed": 2}}, ({1: 2},))

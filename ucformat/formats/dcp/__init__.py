@@ -19,7 +19,7 @@ from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.dcp.fragments import add_tensor, files_of
 from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, StoredKey, read_metadata
-from ucformat.formats.dcp.writer import OUTER_KEY, write
+from ucformat.formats.dcp.writer import OUTER_KEY, prepare, write
 from ucformat.formats.source import Source
 from ucformat.formats.torchsave import add_leaves, is_tensor, placeholders
 from ucformat.formats.torchstate import Nest, to_canonical
@@ -151,4 +151,4 @@ READER = Reader(
     open_catalog=open_catalog,
     owned_files=owned.by_pattern(r"\.metadata|__[^/]*\.metadata|[^/]*\.distcp|companions(/.*)?|ucf_notes\.json"),
 )
-WRITER = Writer(name=NAME, write=write, values="plain", takes_layout=True, staged=True)
+WRITER = Writer(name=NAME, write=write, values="plain", takes_layout=True, staged=True, prepare=prepare)

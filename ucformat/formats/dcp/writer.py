@@ -26,7 +26,7 @@ from ucformat.errors import UnsupportedError
 from ucformat.formats import notes_file, sidecar_files
 from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.staging import publish
-from ucformat.formats.target import OutputBox, WriteJob
+from ucformat.formats.target import OutputBox, WriteJob, shorten
 from ucformat.formats.torchsave.writer import in_order, torch_tree
 from ucformat.storage.store import Bytes, Store
 from ucformat.values.codec import ArrayRef
@@ -91,6 +91,25 @@ def write(job: WriteJob) -> None:
         store.put(FILE, metadata(specs, paths, placed))
 
     publish(job, write_mine, commit, last=FILE)
+
+
+def prepare(job: WriteJob) -> tuple[WriteJob, tuple[str, ...]]:
+    """The job, and a remark when keys of its values will come back as text: a DCP path has no others."""
+    changed = sorted(_with_other_keys(job.values, ()))
+    said = f"DCP has keys of text only: those that are numbers or the like become text in {shorten(changed)}"
+    return job, (said,) if changed else ()
+
+
+def _with_other_keys(value: object, path: tuple[str, ...]) -> Iterator[str]:
+    """Paths of the dicts with such keys that become part of a DCP path."""
+    if isinstance(value, dict):
+        if not all(type(key) is str for key in value):
+            yield "/".join(path)
+        for key, below in value.items():
+            yield from _with_other_keys(below, (*path, str(key)))
+    elif isinstance(value, list) and _descends(value):
+        for i, below in enumerate(value):
+            yield from _with_other_keys(below, (*path, str(i)))
 
 
 def _path(file: int) -> str:
