@@ -10,9 +10,9 @@ export OMP_NUM_THREADS ?= 1
 
 # What runs while one works: geometry, planning, values, and the suites of formats and stores.
 QUICK := tests/test_box.py tests/test_catalog.py tests/test_dtypes.py tests/test_errors.py tests/test_views.py tests/values \
-  tests/formats/test_suites.py tests/formats/test_registry.py tests/storage/test_stores.py tests/reshard/reading/test_plan.py \
+  tests/formats/test_suites.py tests/formats/test_registry.py tests/storage/test_stores.py \
   tests/reshard/reading/test_execute.py tests/reshard/reading/test_lazy.py tests/reshard/selection/test_select.py \
-  tests/reshard/selection/test_mesh_layout.py tests/cli/test_inspect.py tests/snapshot/copyplan
+  tests/reshard/selection/test_mesh_layout.py tests/cli/test_inspect.py
 
 .PHONY: help setup check format test quick campaign conformance demo bench clean
 

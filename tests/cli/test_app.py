@@ -67,7 +67,7 @@ def test_debug_anywhere_shows_the_traceback(ucconvert: Program) -> None:
 
 
 def test_an_unexpected_error_has_no_traceback_either(ucconvert: Program, src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(url: str) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("two\nlines")
 
     monkeypatch.setattr("ucformat.formats.open_named", broken)
