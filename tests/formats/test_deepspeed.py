@@ -89,6 +89,9 @@ def test_round_robin_equals_the_same_run_without_it(kind: str) -> None:
     shuffled, plain = open_kind(DATA / kind), open_kind(DATA / TWIN[kind])
     assert shuffled.names == plain.names
     assert all(torch.equal(read(shuffled, name), read(plain, name)) for name in plain.names)
+    assert isinstance(shuffled.values, dict)
+    assert isinstance(plain.values, dict)
+    assert shuffled.values["optimizer"] == plain.values["optimizer"]
 
 
 def uneven(size: int, parts: int) -> list[int]:

@@ -27,7 +27,7 @@ def convert(
         ...,
         "--to",
         "-t",
-        help="Format to write: native, hf, dcp, torchsave, megatron, ucp, or one that another package has registered.",
+        help="Format to write: native, hf, dcp, torchsave, megatron, deepspeed, ucp, or one that another package registered.",
     ),
     dtype: str | None = typer.Option(None, help="Convert the model's floating-point tensors: bf16, fp16, fp32, fp64."),
     keep_dtype: list[str] | None = typer.Option(None, help="Names that keep their dtype under --dtype: a glob. Repeatable."),
@@ -41,6 +41,9 @@ def convert(
         None, help="Translate between Megatron and Hugging Face: `llama`, `mixtral`, … or `auto`; `llama:heads=32,groups=8`."
     ),
     layout: str | None = typer.Option(None, help="Cut for a mesh, one file per rank: `dp=2,tp=4` or a JSON rule file."),
+    option: list[str] | None = typer.Option(
+        None, metavar="NAME=VALUE", help="Setting of the target format, as `stage=3` for deepspeed. Repeatable."
+    ),
     max_file_size: str = typer.Option("4GiB", help="Largest file of an output that is split into several."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the checkpoint at DST."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be read and written; write nothing."),
@@ -69,6 +72,7 @@ def convert(
             rename=parse_renames(rename or ()),
             family=family,
             layout=mesh,
+            options=parse_options(option or ()),
             max_file_bytes=limit,
             overwrite=overwrite,
         )
@@ -87,6 +91,17 @@ def parse_renames(texts: Sequence[str]) -> list[tuple[str, str]]:
         if len(parts) != 2 or not parts[0]:
             raise typer.BadParameter(f"{text!r} is not REGEX=TEXT", param_hint="--rename")
     return [(parts[0], parts[1]) for parts in found]
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE`, each name once."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in found:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE, or the second of its name", param_hint="--option")
+        found[name] = value
+    return found
 
 
 def read_layout(text: str) -> MeshLayout:

@@ -88,6 +88,8 @@ class Writer:
     """Whether an interrupted attempt is taken up again, as `formats.staging.publish` does."""
     bare_names: bool = False
     """Whether what wrappers add to names (`module.`, `_orig_mod.`) is left out."""
+    options: frozenset[str] = frozenset()
+    """Names of settings of its own that a conversion may give (`convert(…, options={name: value})`)."""
     prepare: Callable[[WriteJob], tuple[WriteJob, tuple[str, ...]]] = _unchanged
     """The job as it will be written, and remarks for the report. Reads no tensor. Raises UnsupportedError for what can't be."""
     file_sizes: Callable[[WriteJob], list[int]] = _sizes_of_shards

@@ -38,7 +38,7 @@ _OWN = MappingProxyType(
     }
 )
 """Name → module. The first that recognises a source reads it, so the most specific come first."""
-_OWN_WRITERS = ("native", "hf", "dcp", "torchsave", "megatron", "ucp")
+_OWN_WRITERS = ("native", "hf", "dcp", "torchsave", "megatron", "deepspeed", "ucp")
 
 
 @dataclass(frozen=True, slots=True)

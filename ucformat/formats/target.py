@@ -87,6 +87,8 @@ class WriteJob:
     layout: Sequence[Sequence[int]] | None = None
     """Which targets (by index) go into which output file, for formats whose files may be divided freely."""
 
+    options: Mapping[str, str | int] = field(default_factory=dict)
+    """Settings of the target's own, of those that its `Writer.options` names."""
     finish: Callable[[], None] | None = None
     """Called on every rank when its share is written, before anything is committed: the source's last checks."""
 

@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch.distributed as dist
@@ -123,6 +124,7 @@ def convert(
     rename: Rename = (),
     family: str | None = None,
     layout: MeshLayout | str | None = None,
+    options: Mapping[str, str | int] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -145,7 +147,8 @@ def convert(
     optimizer state and integers are never converted, and quantised models are refused without `keep_dtype`. Of mixed-precision
     runs that keep master weights (DeepSpeed), converted weights are made of those, so that F32 is exact. `companions`: a model
     directory whose configuration, tokenizer and the like go along, instead of the source's. `layout` cuts the tensors for a mesh,
-    one file per rank: `dp=2,tp=4`, or the JSON of a rule file.
+    one file per rank: `dp=2,tp=4`, or the JSON of a rule file. `options`: settings of the target format's own, as
+    `{"stage": 3, "dp": 4}` for deepspeed.
 
     Raises what `prepare` and the target's writer raise; then `dst` is as it was.
     """
@@ -163,6 +166,7 @@ def convert(
             rename=rename,
             family=family,
             layout=parse(layout) if isinstance(layout, str) else layout,
+            options=options,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
         )
@@ -185,6 +189,7 @@ def prepare(
     rename: Rename = (),
     family: str | None = None,
     layout: MeshLayout | None = None,
+    options: Mapping[str, str | int] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> Conversion:
@@ -198,6 +203,9 @@ def prepare(
         raise UnsupportedError(dst, "keep_dtype means something only together with dtype")
     wanted = None if dtype is None else dtype_of(dtype)
     _check_layout(layout, writer, dst)
+    if odd := sorted(set(options) - writer.options):
+        known = ", ".join(sorted(writer.options)) or "none"
+        raise UnsupportedError(dst, f"{writer.name} has no option {odd[0]!r} (its options: {known})")
     source = locate(src)
     reader, catalog = formats.open_source(source)
     store, file = destination.place(dst, writer)
@@ -229,6 +237,7 @@ def prepare(
         dtype=wanted,
         max_file_bytes=max_file_bytes,
         overwrite=overwrite,
+        options=dict(options),
         layout=None if files is None else [held for held in files if held],
     )
     job, own = writer.prepare(job)

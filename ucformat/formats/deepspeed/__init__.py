@@ -1,8 +1,9 @@
-"""Reader of DeepSpeed checkpoints: ZeRO-0, 1, 2, 3 and BF16_Optimizer, with pipeline, tensor and expert parallelism.
+"""DeepSpeed checkpoints, read and written (see `writer`).
 
-Fragments point into DeepSpeed's own files. `model/<name>` is the weight in the compute dtype, `optimizer/<name>/fp32` the
-master weight; where the files hold only one of them (ZeRO-3, ZeRO-0 in fp32), the other is its alias. Each model-parallel
-rank's files are read as a catalog of their own (`shards`), and those are put together (`join`).
+Read: ZeRO-0, 1, 2, 3 and BF16_Optimizer, with pipeline, tensor and expert parallelism. Fragments point into DeepSpeed's own
+files. `model/<name>` is the weight in the compute dtype, `optimizer/<name>/fp32` the master weight; where the files hold only
+one of them (ZeRO-3, ZeRO-0 in fp32), the other is its alias. Each model-parallel rank's files are read as a catalog of their
+own (`shards`), and those are put together (`join`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from typing import Any
 
 from ucformat.catalog import Catalog, Notes
 from ucformat.errors import MissingFileError, UnsupportedError
-from ucformat.formats import training_files
-from ucformat.formats.contract import Reader
+from ucformat.formats import tagged, training_files
+from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.deepspeed import files as found_files
+from ucformat.formats.deepspeed import writer
 from ucformat.formats.deepspeed.files import RankFiles
 from ucformat.formats.deepspeed.grid import join_shards, unite_optimizers
 from ucformat.formats.deepspeed.join import merged
 from ucformat.formats.deepspeed.model import frozen_excluded
 from ucformat.formats.deepspeed.records import Opened
+from ucformat.formats.deepspeed.run_state import takes
 from ucformat.formats.deepspeed.shards import Degrees, count, degrees_of, open_models, open_shards, refuse
 from ucformat.formats.deepspeed.values import value_tree
 from ucformat.formats.source import Source
 from ucformat.formats.training_files import with_training_state
 
-NAME = "deepspeed"
+NAME = writer.NAME
 
 BOOKKEEPING = frozenset({"deepspeed", "client", "args", "step"}) | training_files.BOOKKEEPING
 """The step is in the notes, too; schedulers and data samplers are state that goes on."""
@@ -67,7 +70,8 @@ def open_catalog(source: Source) -> Catalog:
     held = [(shard.files, shard.coords) for shard in shards]
     rest = {name: value for shard in reversed(shards) for name, value in shard.model.rest.items()}
     values = value_tree(opened, held, rest, unite_optimizers(opened, shards))
-    notes = Notes(NAME, _step(first_files.tree), _mesh(first_files.tree, files, degrees), tuple(opened.remarks))
+    layout = tagged.origin_layout(source.store, NAME)
+    notes = Notes(NAME, _step(first_files.tree), _mesh(first_files.tree, files, degrees), tuple(opened.remarks), layout)
     catalog = opened.build(values, notes)
     if joined is not None:
         catalog = merged(catalog, replace(joined, files=catalog.files))
@@ -92,4 +96,20 @@ def _mesh(tree: Mapping[Any, Any], files: RankFiles, degrees: Degrees) -> dict[s
     return {axis: n for axis, n in mesh.items() if n > 1 or (axis == "dp" and n)}
 
 
-READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog, bookkeeping=BOOKKEEPING, has_masters=True)
+READER = Reader(
+    name=NAME,
+    detect=detect,
+    open_catalog=open_catalog,
+    bookkeeping=BOOKKEEPING,
+    has_masters=True,
+    owned_files=tagged.owned_files(NAME, writer.POINTER),
+)
+WRITER = Writer(
+    name=NAME,
+    write=writer.write,
+    takes=takes,
+    staged=True,
+    options=writer.OPTIONS,
+    prepare=writer.prepare,
+    file_sizes=writer.file_sizes,
+)

@@ -8,13 +8,14 @@ from typing import Any
 
 from ucformat.catalog import Catalog
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
-from ucformat.formats.deepspeed.experts import check_counts, expert_weights
+from ucformat.formats.deepspeed.experts import check_counts, expert_weights, is_expert
 from ucformat.formats.deepspeed.files import LATER, RankFiles, expect_model_ranks, expect_ranks
 from ucformat.formats.deepspeed.model import Model, add_sliced, add_whole, parse_model
 from ucformat.formats.deepspeed.optim import RankOptim, mapping, parse
 from ucformat.formats.deepspeed.per_rank import Coords
 from ucformat.formats.deepspeed.pipeline import stage_modules
 from ucformat.formats.deepspeed.records import Opened
+from ucformat.formats.deepspeed.shuffle import round_robin, unshuffled
 from ucformat.formats.deepspeed.zero import OptimizerState, Shapes, shapes_of
 
 
@@ -124,10 +125,23 @@ def _shard(
 ) -> Shard:
     model = parse_model(held.tree, held.paths[0], ranks, module)
     found = add_sliced(opened, model, ranks, held.trees[1:]) if files.sliced else add_whole(opened, model, ranks)
+    _unshuffle(found, held.tree, len(ranks))
     label = f"mp_rank_{mp:02d}"
     catalog = opened.build()
     paths = [rank.path for rank in ranks] or held.paths[:1]
     return Shard(label, degrees.coords(mp), held, model, catalog, found, paths)
+
+
+def _unshuffle(found: OptimizerState, tree: Mapping[Any, Any], world: int) -> None:
+    """Parameters of each group in the optimizer's order, where the run dealt them out to ranks in its buffers."""
+    config = tree.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    groups = found.values.get("param_groups")
+    if not world or not isinstance(zero, dict) or not round_robin(zero) or not isinstance(groups, list):
+        return
+    for group in groups:
+        if not any(map(is_expert, group["params"])):
+            group["params"] = unshuffled(group["params"], world)
 
 
 def _modules(
