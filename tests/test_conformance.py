@@ -37,7 +37,7 @@ def node() -> str:
 
 
 READERS = {
-    "ucformat": [sys.executable, "-m", "specs.readers.ours"],
+    "ucformat": [sys.executable, "-m", "specs.readers.ours", "--without-torch"],
     "python": [sys.executable, "-m", "specs.readers.python.conformance"],
     "js": [node(), "specs/readers/js/conformance.js"],
 }

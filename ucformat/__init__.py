@@ -16,7 +16,8 @@ from ucformat import errors
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from ucformat.api import convert, diff, inspect, latest, load, open, prune, resume, save, steps, verify  # noqa: A004  # the verb that users expect
+    from ucformat.api import convert, load, prune, resume, save
+    from ucformat.look import diff, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
     from ucformat.reshard.convert import ConvertReport
     from ucformat.reshard.diff import Diff, Difference
     from ucformat.reshard.inspect import FileInfo, FragmentInfo, Inspection, TensorInfo
@@ -76,9 +77,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(
-        ("convert", "diff", "inspect", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"), "api"
-    ),
+    **dict.fromkeys(("convert", "load", "prune", "resume", "save"), "api"),
+    **dict.fromkeys(("diff", "inspect", "latest", "open", "steps", "verify"), "look"),
     "LoadReport": "reshard.load",
     "ConvertReport": "reshard.convert",
     **dict.fromkeys(("Damage", "Verification"), "reshard.verify"),

@@ -1,9 +1,8 @@
-"""The verbs that users call: `save`, `load`, `resume`, `open`, `convert`, `verify`, `diff`. Re-exported by `ucformat`."""
+"""The verbs that users call: `save`, `load`, `resume`, `convert`, `prune`; those that read only are in `look`."""
 
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
@@ -17,14 +16,12 @@ from ucformat.formats import native
 from ucformat.formats.native.manifest import MANIFEST
 from ucformat.formats.source import locate
 from ucformat.group import Group, current
+from ucformat.look import StrPath, checked_step, diff, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
 from ucformat.naming import Rename, rename_catalog
-from ucformat.reshard import diff as differences
-from ucformat.reshard import inspect as inspecting
-from ucformat.reshard import verify as verifying
 from ucformat.reshard.convert import convert
 from ucformat.reshard.load import LoadOptions, LoadReport, load_state
 from ucformat.reshard.prune import prune
-from ucformat.reshard.reading.lazy import Checkpoint, read_many
+from ucformat.reshard.reading.lazy import read_many
 from ucformat.reshard.restoring.accounting import EVERYTHING, NameRules
 from ucformat.reshard.save import SaveOptions, save_state
 from ucformat.reshard.selection.select import expect_matches, narrow
@@ -35,9 +32,6 @@ __all__ = ["convert", "diff", "inspect", "latest", "load", "open", "prune", "res
 _LOG = logging.getLogger("ucformat")
 LOOKS = 20  # for a checkpoint that changes while it is read: each time, another writer has committed
 T = TypeVar("T")
-
-StrPath = str | os.PathLike[str]
-"""A local path or any fsspec URL."""
 
 
 def save(
@@ -282,75 +276,3 @@ def _load_all(
     for remark in catalog.notes.remarks:
         _LOG.warning("%s: %s", where, remark)
     return tree
-
-
-def open(path: StrPath, *, step: int | None = None) -> Checkpoint:  # noqa: A001  # the verb that users expect
-    """Open a checkpoint of any format: a mapping from names to lazy tensors. Reads metadata only.
-
-    `open(path)["model/layers.0.wq.weight"][0:8]` reads just those rows. Raises NotACheckpointError, MissingFileError,
-    FormatError, VersionError, UnsupportedError.
-    """
-    return Checkpoint(formats.open_catalog(os.fspath(path), checked_step(step)))
-
-
-def inspect(path: StrPath, *, step: int | None = None, select: Sequence[str] = (), boxes: bool = False) -> inspecting.Inspection:
-    """What is in a checkpoint of any format: names, dtypes, shapes, values, files. Reads metadata only.
-
-    `select`: only tensors and values that match one of these globs (`model/*`). `boxes`: of each tensor, also which box of it
-    lies where in which file. Raises what `open` raises, and UnsupportedError for a pattern that matches nothing.
-    """
-    where = os.fspath(path)
-    name, catalog = formats.open_named(where, checked_step(step))
-    return inspecting.inspect(catalog, where, name, select, boxes=boxes)
-
-
-def steps(path: StrPath) -> list[int]:
-    """Committed steps of a run directory, ascending; empty when there is none."""
-    return native.committed_steps(open_store(os.fspath(path)))
-
-
-def latest(path: StrPath) -> int | None:
-    """The newest committed step of a run directory, which `load` takes; None when there is none."""
-    return native.newest_step(open_store(os.fspath(path)))
-
-
-def verify(path: StrPath, *, step: int | None = None, on_bytes: Callable[[int], None] | None = None) -> verifying.Verification:
-    """Read a checkpoint of any format whole and compare its checksums. `.ok` says whether all is well, `.damage` where it isn't.
-
-    `on_bytes` is called with the number of bytes just read. Raises what `open` raises.
-    """
-    return verifying.verify(formats.open_catalog(os.fspath(path), checked_step(step)), on_bytes)
-
-
-def diff(
-    a: StrPath,
-    b: StrPath,
-    *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    ignore_dtype: bool = False,
-    values: bool = True,
-    on_bytes: Callable[[int], None] | None = None,
-) -> differences.Diff:
-    """Compare two checkpoints of any formats and layouts: names, dtypes, shapes, bytes and `values`; `.equal` is the verdict.
-
-    With `rtol` or `atol`, numbers within the tolerance are equal, as in `torch.isclose`. With `ignore_dtype`, numbers of
-    different dtypes are compared. `on_bytes` is called with the number of bytes just compared.
-
-    Raises what `open` raises, and ChecksumError, FormatError and StorageError while reading.
-    """
-    tolerance = differences.Tolerance(atol, rtol) if atol or rtol else None
-    left, right = formats.open_catalog(os.fspath(a)), formats.open_catalog(os.fspath(b))
-    return differences.diff(left, right, tolerance=tolerance, any_dtype=ignore_dtype, values=values, on_bytes=on_bytes)
-
-
-def checked_step(step: object) -> int | None:
-    """A step as a plain int, or None. Raises TypeError for what is no integer (True, 8.0), ValueError for a negative one."""
-    if step is None:
-        return None
-    if isinstance(step, bool):
-        raise TypeError("step must be an integer, not a bool")
-    number = operator.index(step)  # type: ignore[arg-type]  # says itself what it does not take
-    if number < 0:
-        raise ValueError(f"step must be at least 0, not {number}")
-    return number

@@ -27,7 +27,7 @@ from tests.torchfiles import without_crc
 from ucformat.errors import ChecksumError, FormatError, UcformatError, UnsafePickleError, UnsupportedError
 from ucformat.pickles.precheck import scan
 from ucformat.pickles.unpickle import Inert, RefusedTensor, StoredTensor, open_torch_zip, to_values, unpickle
-from ucformat.pickles.values import VALUES
+from ucformat.pickles.values import values
 from ucformat.storage.open import open_store
 from ucformat.values.codec import Opaque, encode
 
@@ -223,7 +223,7 @@ def test_state_cannot_be_set_on_what_other_pickles_use(name: str, state: bytes) 
     with pytest.raises(FormatError):
         unpickle(f"c{module}\n{attribute}\n".encode() + state + b"b.", "f")
     assert unpickle(pickle.dumps({"b": b"\xff"}, protocol=2), "f") == {"b": b"\xff"}
-    assert getattr(VALUES["_codecs.encode"], "name", "") == "_codecs.encode"
+    assert getattr(values()["_codecs.encode"], "name", "") == "_codecs.encode"
 
 
 @pytest.mark.parametrize("data", [b"\x80\x02}r\xff\xff\xff\x7f.", b"}p2147483647\n.", b"]q\x00r\x00\x00\x00\x40."])

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import torch._utils
 
 from ucformat.dtypes import DTYPES
+from ucformat.lazy_torch import torch
 from ucformat.storage.store import Bytes
 
 ALIGN_BYTES = 64  # what torch itself aligns records to
@@ -29,11 +28,12 @@ _BUFFER_BYTES = 1 << 20  # small records gather here: one write instead of thous
 _LIMIT32 = 0xFFFFFFFF
 _FLAGS = 0x808  # sizes after the data; names are UTF-8
 _DATE = 0x21  # 1980-01-01: equal state gives equal files
-_TYPED = {
-    "F32": torch.FloatStorage, "F64": torch.DoubleStorage, "F16": torch.HalfStorage, "BF16": torch.BFloat16Storage,
-    "I64": torch.LongStorage, "I32": torch.IntStorage, "I16": torch.ShortStorage, "I8": torch.CharStorage,
-    "U8": torch.ByteStorage, "BOOL": torch.BoolStorage, "C64": torch.ComplexFloatStorage, "C128": torch.ComplexDoubleStorage,
+_TYPED: dict[str, str] = {
+    "F32": "FloatStorage", "F64": "DoubleStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage",
+    "I64": "LongStorage", "I32": "IntStorage", "I16": "ShortStorage", "I8": "CharStorage",
+    "U8": "ByteStorage", "BOOL": "BoolStorage", "C64": "ComplexFloatStorage", "C128": "ComplexDoubleStorage",
 }  # fmt: skip
+"""dtype → the class of its storage, in torch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,7 @@ class _Pickler(pickle._Pickler):
         kind = _TYPED.get(obj.owner.dtype)
         if kind is None:
             return ("storage", torch.UntypedStorage, obj.owner.key, "cpu", obj.owner.nbytes)
-        return ("storage", kind, obj.owner.key, "cpu", obj.owner.nbytes // DTYPES[obj.owner.dtype].itemsize)
+        return ("storage", getattr(torch, kind), obj.owner.key, "cpu", obj.owner.nbytes // DTYPES[obj.owner.dtype].itemsize)
 
 
 @dataclass(frozen=True, slots=True)

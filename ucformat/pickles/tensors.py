@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from ucformat import dtypes
 from ucformat.dtypes import DTYPES
 from ucformat.errors import brief
+from ucformat.lazy_torch import torch
 from ucformat.pickles.inert import Inert, InertType, inert_class
 from ucformat.pickles.values import MAX_EXTENT, Builder, sealed, sizes_of
 

@@ -8,6 +8,7 @@ DeepSpeed build on `open_torch_zip` and `unpickle`.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import pickle
 import zlib
@@ -23,7 +24,7 @@ from ucformat.pickles.inert import Inert, InertType, inert_class, is_hostile
 from ucformat.pickles.plain import to_values
 from ucformat.pickles.precheck import Scan, scan
 from ucformat.pickles.tensors import TENSORS, RefusedTensor, StoredStorage, StoredTensor, storage_type
-from ucformat.pickles.values import VALUES, PickledArray, PickledDType
+from ucformat.pickles.values import PickledArray, PickledDType, values
 from ucformat.storage.store import Store
 
 __all__ = [
@@ -45,7 +46,13 @@ __all__ = [
 
 _MAX_PICKLE_BYTES = 2 << 30  # the metadata of a DCP with ten million chunks; decoding takes a multiple of it
 _FINISHED_DEPTH = 200  # levels that are looked through for what is incomplete: deeper ones are not read
-_BUILDERS = {**VALUES, **TENSORS}
+
+
+@functools.cache
+def _builders() -> dict[str, object]:
+    return {**values(), **TENSORS}
+
+
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins", "cPickle": "pickle"}
 _DEFERRED = frozenset(
     {
@@ -70,7 +77,7 @@ class _Lookup:
         module = _PYTHON2.get(module, module)
         full = f"{module}.{name}"
         self.deferred = self.deferred or full in _DEFERRED
-        known = _BUILDERS.get(full)
+        known = _builders().get(full)
         if known is not None:
             return known
         if is_hostile(module, name):

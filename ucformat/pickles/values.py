@@ -1,20 +1,21 @@
 """Plain Python and numpy values that the restricted unpickler may build.
 
-Every builder here is our own code. The names in `VALUES` are looked up as text; a pickle never reaches a real
+Every builder here is our own code. The names in `values()` are looked up as text; a pickle never reaches a real
 callable of torch or numpy through them.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
-import torch
 
 from ucformat.errors import UnsafePickleError, brief
+from ucformat.lazy_torch import loaded, torch
 from ucformat.pickles.containers import PickledDict, PickledSet, charge, checked_key
 from ucformat.pickles.inert import InertType, inert_class, inert_member
 
@@ -272,8 +273,9 @@ _RUNS: dict[str, Callable[..., object]] = {
     "copyreg.__newobj__": _new_object,
 }
 
-VALUES: dict[str, object] = {
-    **{name: Builder(name, run) for name, run in _RUNS.items()},
-    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-}
-"""What whitelisted names ("module.name") stand for."""
+
+@functools.cache
+def values() -> dict[str, object]:
+    """What whitelisted names ("module.name") stand for."""
+    dtypes = {f"torch.{name}": value for name, value in vars(loaded()).items() if isinstance(value, torch.dtype)}
+    return {**{name: Builder(name, run) for name, run in _RUNS.items()}, **dtypes}

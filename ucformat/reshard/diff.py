@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from ucformat import values as trees
 from ucformat.box import Box
@@ -20,6 +20,7 @@ from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DTYPES
 from ucformat.formats.target import OutputBox
 from ucformat.reshard.reading.fill import CatalogFill
+from ucformat.reshard.reading.numbers import widened
 from ucformat.storage.store import Bytes
 
 BATCH_BYTES = 8 << 20  # of each side, compared at a time
@@ -219,12 +220,10 @@ def _numeric(dtype: str) -> bool:
     return DTYPES[dtype].group == (1, 1) and DTYPES[dtype].name != "BOOL"
 
 
-def _numbers(data: Bytes, dtype: str) -> torch.Tensor:
+def _numbers(data: Bytes, dtype: str) -> NDArray[Any]:
     """Items as float64 or complex128."""
-    items = torch.from_numpy(data).view(DTYPES[dtype].torch)
-    if items.is_complex():
-        return items.to(torch.complex128)
-    return (items.to(torch.float32) if dtype.startswith("F8") else items).to(torch.float64)
+    items = widened(data.view(DTYPES[dtype].numpy), dtype)
+    return items.astype(np.complex128 if items.dtype.kind == "c" else np.float64)
 
 
 def _unequal(
@@ -237,13 +236,15 @@ def _unequal(
         assert bits is not None, "other dtypes are only compared with themselves"
         return np.flatnonzero(bits), None
     a, b = _numbers(one, left), _numbers(other, right)
-    apart = (a - b).abs()
+    with np.errstate(all="ignore"):  # infinities and what is no number
+        apart = np.abs(a - b)
     if tolerance is None and bits is not None:
         wrong = np.flatnonzero(bits)
     else:
         bound = tolerance or Tolerance()
-        wrong = np.flatnonzero(~torch.isclose(a, b, rtol=bound.rtol, atol=bound.atol, equal_nan=True).numpy())
-    known = apart[torch.from_numpy(wrong)].nan_to_num(0.0)
+        with np.errstate(all="ignore"):
+            wrong = np.flatnonzero(~np.isclose(a, b, rtol=bound.rtol, atol=bound.atol, equal_nan=True))
+    known = np.nan_to_num(apart[wrong])
     return wrong, float(known.max()) if len(wrong) else 0.0
 
 

@@ -142,7 +142,7 @@ def load_catalog(
         loading, reading, here, report = _plan(catalog, into, options, group)
     reading.run_once(here, group)
     with group.together(f"restoring from {where}"):
-        fresh = reading.dest[len(reading.dest) - len(loading.fresh) :]
+        fresh = reading.given[len(reading.given) - len(loading.fresh) :]
         restore(loading, dict(zip(loading.fresh, fresh, strict=True)))
     remarks = tuple(filter(None, (*catalog.notes.remarks, remark, *report.remarks)))
     report = replace(report, format=format_name or catalog.notes.origin, remarks=remarks)

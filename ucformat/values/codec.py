@@ -59,6 +59,14 @@ class Opaque:
     state: object
 
 
+@dataclass(frozen=True, slots=True)
+class TorchStandIn:
+    """A size, dtype or device of torch, read where torch is not installed: its tag and content in JSON."""
+
+    tag: str
+    content: str | tuple[int, ...]
+
+
 class Where:
     """A place in a tree, as a chain up to its root: cheap to extend, turned into text only for a message."""
 
@@ -204,6 +212,7 @@ _WRITERS: dict[type, Callable[[Any, Where], object]] = {
     ArrayRef: lambda x, at: {"$array": _write_str(x.name, at)},
     RankLocal: _write_rank_local,
     Opaque: _write_opaque,
+    TorchStandIn: lambda x, at: {x.tag: list(x.content) if isinstance(x.content, tuple) else x.content},
     **dict.fromkeys(NUMPY.values(), _write_numpy),
     **{kind: lambda x, at: {"$path": [type(x).__name__, _write_str(str(x), at)]} for kind in PATHS.values()},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
+import importlib
 import json
 import math
 import pathlib
@@ -17,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from ucformat.errors import FormatError
-from ucformat.values.codec import INT_MAX, INT_MIN, NUMPY, PATHS, ArrayRef, Opaque, RankLocal, TensorRef
+from ucformat.values.codec import INT_MAX, INT_MIN, NUMPY, PATHS, ArrayRef, Opaque, RankLocal, TensorRef, TorchStandIn
 
 _INT_DIGITS = 20  # of the longest one, with its sign
 _HEX = re.compile("-?0x[0-9a-fA-F]+")
@@ -170,20 +171,28 @@ def _torch_dtypes() -> dict[str, object]:
     return {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
-def _read_size(x: object) -> object:
-    import torch
+_TORCH_FORMS = {"$dtype": re.compile("[a-z0-9_]+"), "$device": re.compile("[a-z]+(:[0-9]+)?")}
 
-    return torch.Size(_items(x, int))
+
+def _torch_value(tag: str, body: Any, build: Callable[[Any], object]) -> object:
+    """A value of torch's; where torch is not installed, what stands for it."""
+    try:
+        return build(importlib.import_module("torch"))
+    except ModuleNotFoundError:
+        _need(tag not in _TORCH_FORMS or _TORCH_FORMS[tag].fullmatch(body) is not None, "no name of torch's")
+        return TorchStandIn(tag, tuple(body) if isinstance(body, list) else body)
+
+
+def _read_size(x: object) -> object:
+    return _torch_value("$size", _items(x, int), lambda torch: torch.Size(x))
 
 
 def _read_dtype(x: object) -> object:
-    return _torch_dtypes()[_a(str, x)]
+    return _torch_value("$dtype", _a(str, x), lambda torch: _torch_dtypes()[cast(str, x)])
 
 
 def _read_device(x: object) -> object:
-    import torch
-
-    return torch.device(_a(str, x))
+    return _torch_value("$device", _a(str, x), lambda torch: torch.device(x))
 
 
 def _read_namespace(x: object) -> argparse.Namespace:

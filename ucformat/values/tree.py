@@ -167,10 +167,8 @@ def join(values: object, tensors: Mapping[str, Any]) -> object:
     return tree
 
 
-def _as_array(leaf: object) -> object:
-    import torch
-
-    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
+def _as_array(leaf: Any) -> object:
+    return leaf if isinstance(leaf, np.ndarray) or not hasattr(leaf, "detach") else leaf.detach().cpu().numpy()
 
 
 def _insert(tree: object, name: str, leaf: object) -> object:

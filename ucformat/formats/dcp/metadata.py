@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ucformat import dtypes
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError, VersionError, brief
+from ucformat.lazy_torch import torch
 from ucformat.pickles.unpickle import Inert, unpickle
 from ucformat.storage.store import Store
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ucformat import values as trees
 from ucformat.catalog import TensorSpec
@@ -28,6 +27,7 @@ from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.staging import publish
 from ucformat.formats.target import OutputBox, WriteJob, shorten
 from ucformat.formats.torchsave.writer import in_order, torch_tree
+from ucformat.lazy_torch import torch
 from ucformat.storage.store import Bytes, Store
 from ucformat.values.codec import ArrayRef
 from ucformat.values.tree import refs

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
-
 from ucformat.dtypes import DTYPES
 from ucformat.errors import FormatError
 from ucformat.formats.deepspeed.flat import Pieces
 from ucformat.formats.deepspeed.records import Opened, numel
+from ucformat.lazy_torch import torch
 from ucformat.pickles.unpickle import StoredTensor
 
 HEAD_ITEMS = 4 << 10  # enough to tell a weight from others unless both are constant there

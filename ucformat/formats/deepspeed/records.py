@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ucformat.box import Box
 from ucformat.catalog import Catalog, CatalogBuilder, File, FragmentTable, Notes
@@ -18,6 +17,7 @@ from ucformat.dtypes import DTYPES
 from ucformat.errors import UnsupportedError
 from ucformat.formats.deepspeed.flat import Pieces
 from ucformat.formats.unite import merge_tables, widen
+from ucformat.lazy_torch import torch
 from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, open_torch_zip
 from ucformat.storage.store import Store
 from ucformat.values.tree import join_name

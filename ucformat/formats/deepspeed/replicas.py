@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ucformat import box as boxes
 from ucformat.box import Box, flat_range
 from ucformat.catalog import Catalog
+from ucformat.lazy_torch import torch
 
 _WHOLE_BYTES = 8 << 20  # tensors up to this size are compared byte by byte
 _SAMPLE_ITEMS = 16 << 10  # of a larger one, at each of so many places:

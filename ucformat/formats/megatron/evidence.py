@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from ucformat.catalog import File
 from ucformat.dtypes import DTYPES
+from ucformat.lazy_torch import torch
 from ucformat.storage.store import Store
 from ucformat.views import View
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ucformat import dtypes
 from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.megatron import names
@@ -18,6 +16,7 @@ from ucformat.formats.megatron.joins import EMBEDDING, OUTPUT, Join, Joins, Shar
 from ucformat.formats.megatron.plain_state import add_plain
 from ucformat.formats.megatron.ranks import Opened, RankFile
 from ucformat.formats.megatron.settings import Settings
+from ucformat.lazy_torch import torch
 from ucformat.pickles.unpickle import StoredTensor
 from ucformat.views import View
 

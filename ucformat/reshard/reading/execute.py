@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ucformat import process
@@ -22,8 +22,9 @@ from ucformat.box import Ints
 from ucformat.catalog import Checks, row_major
 from ucformat.containers import checksums as sums
 from ucformat.dtypes import DType
-from ucformat.errors import DTypeMismatchError, ShapeMismatchError, UcformatError
+from ucformat.errors import ShapeMismatchError, UcformatError
 from ucformat.group import Group
+from ucformat.reshard.reading.destination import ArrayDestination, Destination
 from ucformat.reshard.reading.page_cache import Wake
 from ucformat.reshard.reading.plan import TASK_BYTES, ReadPlan, arrange, cut
 from ucformat.reshard.reading.seen import Seen, damaged
@@ -31,12 +32,14 @@ from ucformat.reshard.reading.tasks import Segment, Task, tasks
 from ucformat.storage.local import aligned
 from ucformat.storage.store import Bytes, Reader, Sheet
 
+if TYPE_CHECKING:
+    import torch
+
 AHEAD = 4  # tasks that are brought into memory before their turn
 RUN_TASKS = 128  # at most that one thread reads in order: long enough for a disk to read ahead, short enough to end together
 DISK_THREADS = 2  # at least, where a disk is read: it has work while one of them hashes
 VERIFY_BYTES = 4 << 20  # read and hashed while still in the cache that cores share
 DIRECT_BYTES = 16 << 10  # shorter segments cost less to copy than as one more buffer of a read
-WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Run = list[Task]
@@ -45,7 +48,7 @@ Run = list[Task]
 
 def execute(
     plan: ReadPlan,
-    dest: Sequence[torch.Tensor],
+    dest: Sequence[torch.Tensor] | Sequence[NDArray[Any]],
     *,
     cast: bool = False,
     threads: int | None = None,
@@ -55,8 +58,9 @@ def execute(
 ) -> None:
     """Fill `dest[i]` with want i of the plan.
 
-    Destinations have the shape of their want, any strides and device. Their dtype is the stored one, or any other that
-    torch can convert to when `cast`. `on_bytes` is told how many bytes each finished read brought, from any thread.
+    Destinations are all tensors, or all numpy arrays. Tensors have the shape of their want, any strides and device; their dtype
+    is the stored one, or any other that torch can convert to when `cast`. Arrays take bits: their dtype is `DType.numpy`.
+    `on_bytes` is told how many bytes each finished read brought, from any thread.
     `threads`: this process's share of the cores by default, more for storage that answers many requests at once.
     `seen` carries checksums over from one execution to the next, where a file is read by several.
 
@@ -73,7 +77,7 @@ class Reading:
     def __init__(
         self,
         plan: ReadPlan,
-        dest: Sequence[torch.Tensor],
+        dest: Sequence[torch.Tensor] | Sequence[NDArray[Any]],
         *,
         cast: bool = False,
         seen: Seen | None = None,
@@ -82,7 +86,8 @@ class Reading:
     ) -> None:
         """Raises ShapeMismatchError and DTypeMismatchError, and what loading checksums raises."""
         self.catalog = plan.catalog
-        self.dest = [tensor.detach() for tensor in dest]
+        self.given: list[Any] = list(dest)
+        self.dest = [destination(one) for one in dest]
         self.verify, self.on_bytes = verify, on_bytes
         self.seen, self.last = seen or Seen(), seen is None
         self.kinds: list[DType] = [plan.catalog.tensors[i].kind for i in plan.wants.tensor]
@@ -109,17 +114,11 @@ class Reading:
     def _check(self, plan: ReadPlan, want: int, cast: bool) -> bool:
         """Whether bytes can go straight into destination `want`; raises when it does not fit."""
         spec = plan.catalog.tensors[plan.wants.tensor[want]]
-        tensor, ndim = self.dest[want], len(spec.shape)
+        target, ndim = self.dest[want], len(spec.shape)
         shape = tuple(map(int, plan.wants.length[want, :ndim]))
-        if tuple(tensor.shape) != shape:
-            raise ShapeMismatchError(spec.name, shape, tuple(tensor.shape))
-        if tensor.dtype != spec.kind.torch:
-            if not cast:
-                raise DTypeMismatchError(spec.name, spec.dtype, str(tensor.dtype).removeprefix("torch."))
-            if spec.kind.group != (1, 1):
-                raise DTypeMismatchError(spec.name, spec.dtype, str(tensor.dtype), "packed numbers can't be converted")
-            return False
-        return tensor.device.type == "cpu" and tensor.is_contiguous()
+        if target.shape != shape:
+            raise ShapeMismatchError(spec.name, shape, target.shape)
+        return target.accepts_bytes(spec, cast=cast)
 
     def run(self, threads: int | None = None) -> None:
         """`threads`: as many as suit by default, which is more where a disk has to be asked."""
@@ -200,7 +199,7 @@ class Reading:
     def _read_run(self, run: Run, wake: Wake | None) -> None:
         """Read, verify and scatter tasks in file order."""
         try:
-            with self._reader(run[0].file) as reader, torch.no_grad():
+            with self._reader(run[0].file) as reader:
                 for i, task in enumerate(run):
                     if self.failed:
                         return
@@ -317,24 +316,26 @@ class Reading:
         want = int(self.plan.want[piece])
         image = self.bytes_of.get(want)
         if image is None:
-            image = self.bytes_of[want] = self.dest[want].reshape(-1).view(torch.uint8).numpy()
+            image = self.bytes_of[want] = self.dest[want].image()
         at = self.dest_start[piece] + start - self.file_start[piece]
         return image[at : at + stop - start]
 
     def _copy_box(self, piece: int, data: Bytes) -> None:
         want = int(self.plan.want[piece])
-        kind, ndim = self.kinds[want], self.dest[want].dim()
+        kind, ndim = self.kinds[want], len(self.dest[want].shape)
         stride = self.catalog.fragments.strides(self.plan.fragment[piece : piece + 1])
         size = self.plan.length[piece, :ndim].tolist()
-        source = _typed(data, kind).as_strided(size, stride[0, :ndim].tolist())
         low = (self.plan.offset[piece] - self.plan.wants.offset[want])[:ndim].tolist()
-        target = self.dest[want]
-        for d, (at, n) in enumerate(zip(low, size, strict=True)):
-            target = target.narrow(d, at, n)
-        if target.dtype == kind.torch and kind.itemsize in WIDTH:
-            width = WIDTH[kind.itemsize]  # move bits: copies between some exotic dtypes are not implemented
-            source, target = source.view(width), target.view(width)
-        target.copy_(source)
+        self.dest[want].put(low, size, data, stride[0, :ndim].tolist(), kind)
+
+
+def destination(target: torch.Tensor | NDArray[Any]) -> Destination:
+    """What fills a tensor, or an array of an item's bits."""
+    if isinstance(target, np.ndarray):
+        return ArrayDestination(target)
+    from ucformat.reshard.reading.tensor_destination import TensorDestination
+
+    return TensorDestination(target)
 
 
 def _flat(plan: ReadPlan, flat_dest: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -356,11 +357,3 @@ def _dest_starts(plan: ReadPlan, kinds: Sequence[DType]) -> list[int]:
     items = ((plan.offset - plan.wants.offset[plan.want]) * stride).sum(axis=1)
     starts: list[int] = (items * size).tolist()
     return starts
-
-
-def _typed(data: Bytes, kind: DType) -> torch.Tensor:
-    """Bytes as a flat tensor of a dtype; copied when they are not aligned for it."""
-    usable = data[: data.nbytes // kind.itemsize * kind.itemsize]
-    if usable.ctypes.data % kind.itemsize or not usable.flags.writeable:
-        usable = usable.copy()
-    return torch.from_numpy(usable).view(kind.torch)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from ucformat.box import Box, flat_range
 from ucformat.catalog import Catalog
 from ucformat.containers.file_image import ByteRequest
 from ucformat.dtypes import DTYPES, DType
 from ucformat.formats.target import OutputBox
-from ucformat.reshard.reading.execute import WIDTH, execute
+from ucformat.lazy_torch import torch
+from ucformat.reshard.reading.execute import execute
 from ucformat.reshard.reading.plan import plan, wants
 from ucformat.reshard.reading.seen import Seen
 from ucformat.storage.store import Bytes
@@ -23,7 +26,7 @@ class _Window:
     """A part seen as whole items: `image` is the part's own memory where that is possible, else a copy to be put back."""
 
     part: ByteRequest
-    image: torch.Tensor
+    image: NDArray[Any]
     first: int
     own: bool
 
@@ -32,20 +35,26 @@ class _Window:
         first, last = part.start // kind.itemsize, -(-part.stop // kind.itemsize)
         whole = first * kind.itemsize == part.start and last * kind.itemsize == part.stop
         if whole and part.out.ctypes.data % kind.itemsize == 0:
-            return cls(part, torch.from_numpy(part.out).view(kind.torch), first, own=True)
-        return cls(part, kind.empty([last - first]), first, own=False)
+            return cls(part, part.out.view(kind.numpy), first, own=True)
+        return cls(part, np.empty(last - first, dtype=kind.numpy), first, own=False)
 
-    def boxes(self, length: Sequence[int]) -> Iterator[tuple[Box, torch.Tensor]]:
+    def boxes(self, length: Sequence[int]) -> Iterator[tuple[Box, NDArray[Any]]]:
         """Boxes of a piece of shape `length` that make up the window, each with its part of the image."""
         at = 0
         for box in flat_range(length, self.first, self.first + len(self.image)):
-            yield box, self.image[at : at + box.volume].view(box.length)
+            yield box, self.image[at : at + box.volume].reshape(box.length)
             at += box.volume
 
     def put_back(self) -> None:
         if not self.own:
-            skip = self.part.start - self.first * self.image.element_size()
-            self.part.out[:] = self.image.view(torch.uint8).numpy()[skip : skip + self.part.out.nbytes]
+            skip = self.part.start - self.first * self.image.itemsize
+            self.part.out[:] = self.image.view(np.uint8)[skip : skip + self.part.out.nbytes]
+
+
+def _as_tensor(bits: NDArray[Any], kind: DType) -> torch.Tensor:
+    """The same memory as a tensor of a dtype."""
+    flat = torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(kind.torch)
+    return flat.view(bits.shape)
 
 
 class TensorFill:
@@ -73,14 +82,16 @@ class TensorFill:
         return self._images[i]
 
     def _copy(self, part: ByteRequest) -> None:
+        from ucformat.reshard.reading.tensor_destination import WIDTH
+
         source, kind = self._tensors[part.piece], self._kinds[part.piece]
         window = _Window.of(part, kind)
         for box, out in window.boxes(source.shape):
-            chosen = source[box.slices]
+            chosen, into = source[box.slices], _as_tensor(out, kind)
             if kind.itemsize in WIDTH:
                 width = WIDTH[kind.itemsize]  # move bits: copies of some exotic dtypes are not implemented
-                chosen, out = chosen.view(width), out.view(width)
-            out.copy_(chosen)
+                chosen, into = chosen.view(width), into.view(width)
+            into.copy_(chosen)
         window.put_back()
 
 
@@ -102,14 +113,19 @@ class CatalogFill:
     def __call__(self, parts: Sequence[ByteRequest]) -> None:
         windows = [_Window.of(part, DTYPES[self.targets[part.piece].spec.dtype]) for part in parts]
         wanted: list[tuple[str, Box | None]] = []
-        dest: list[torch.Tensor] = []
+        dest: list[NDArray[Any]] = []
+        kinds: list[DType] = []
         for window in windows:
             target = self.targets[window.part.piece]
             for box, out in window.boxes(target.box.length):
                 moved = Box(tuple(a + b for a, b in zip(box.offset, target.box.offset, strict=True)), box.length)
                 wanted.append((self.names[window.part.piece], moved))
                 dest.append(out)
-        execute(plan(self.catalog, wants(self.catalog, wanted)), dest, cast=True, threads=self.threads, seen=self.seen)
+                kinds.append(target.spec.kind)
+        columns = wants(self.catalog, wanted)
+        same = all(self.catalog.tensors[i].kind is kind for i, kind in zip(columns.tensor, kinds, strict=True))
+        into = dest if same else [_as_tensor(out, kind) for out, kind in zip(dest, kinds, strict=True)]
+        execute(plan(self.catalog, columns), into, cast=True, threads=self.threads, seen=self.seen)
         for window in windows:
             window.put_back()
 

@@ -7,34 +7,20 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ucformat.box import Box
 from ucformat.catalog import Catalog, TensorSpec
-from ucformat.dtypes import DTYPES
+from ucformat.dtypes import DTYPES, DType
 from ucformat.errors import UnsupportedError
-from ucformat.reshard.reading.execute import WIDTH, execute
-from ucformat.reshard.reading.plan import plan, refuse_expanded, wants
+from ucformat.lazy_torch import loaded, torch
+from ucformat.reshard.reading.execute import execute
+from ucformat.reshard.reading.numbers import in_numpy, widened
+from ucformat.reshard.reading.plan import ReadPlan, plan, refuse_expanded, wants
 from ucformat.storage.recent import RecentReads
-
-_NOT_IN_NUMPY = {
-    torch.complex32: torch.complex64,
-    **dict.fromkeys(
-        [
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-            torch.float8_e4m3fnuz,
-            torch.float8_e5m2fnuz,
-            torch.float8_e8m0fnu,
-        ],
-        torch.float32,
-    ),
-}
-"""dtypes that numpy lacks, and wider ones that hold all their numbers."""
 
 Index = int | slice | EllipsisType
 
@@ -57,15 +43,33 @@ def read_many(
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[torch.Tensor]:
     """Several boxes at once, in one plan. `on_bytes` is called with the number of bytes just read, from any thread."""
+    loaded()  # where it is not installed, that is the error
+    planned, boxes = _planned(catalog, wanted)
+    out = [kind.empty(shape) for kind, shape in boxes]
+    execute(planned, out, verify=verify, threads=threads, on_bytes=on_bytes)
+    return out
+
+
+def read_bits(
+    catalog: Catalog, wanted: Sequence[tuple[str, Box | None]], *, verify: bool = True, threads: int | None = None
+) -> list[NDArray[Any]]:
+    """As `read_many`, without torch: arrays of `DType.numpy`, unsigned integers that hold the items' bits."""
+    planned, boxes = _planned(catalog, wanted)
+    out = [np.empty(shape, dtype=kind.numpy) for kind, shape in boxes]
+    execute(planned, out, verify=verify, threads=threads)
+    return out
+
+
+def _planned(catalog: Catalog, wanted: Sequence[tuple[str, Box | None]]) -> tuple[ReadPlan, list[tuple[DType, tuple[int, ...]]]]:
+    """The plan, and dtype and shape of what it fills."""
     columns = wants(catalog, wanted)
     planned = plan(catalog, columns)
     refuse_expanded(catalog, columns)
-    out = []
+    boxes = []
     for index, length in zip(columns.tensor, columns.length, strict=True):
         spec = catalog.tensors[index]
-        out.append(spec.kind.empty(length[: len(spec.shape)].tolist()))
-    execute(planned, out, verify=verify, threads=threads, on_bytes=on_bytes)
-    return out
+        boxes.append((spec.kind, tuple(length[: len(spec.shape)].tolist())))
+    return planned, boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,11 @@ class LazyTensor:
         """All of it, as a new CPU tensor."""
         return read(self.catalog, self.name)
 
+    @property
+    def numpy(self) -> LazyArray:
+        """The same as numpy arrays: `checkpoint["model/w"].numpy[0:8]`. torch need not be installed."""
+        return LazyArray(self.catalog, self.name)
+
     def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[np.generic]:
         """All of it as a new array, for `numpy.asarray`.
 
@@ -112,28 +121,64 @@ class LazyTensor:
         """
         if copy is False:
             raise ValueError(f"{self.name!r} lies in a file: an array of it is always a copy")
-        return np.asarray(_as_numpy(self.read(), self.name, convert=dtype is not None), dtype=dtype)
+        return np.asarray(_array(self.catalog, self.name, None, convert=dtype is not None), dtype=dtype)
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {self.spec.dtype}, {list(self.shape)})"
 
 
-def _as_numpy(tensor: torch.Tensor, name: str, *, convert: bool) -> NDArray[np.generic]:
-    """`tensor` as an array that holds the same numbers; with `convert` of a wider dtype where numpy lacks its own."""
-    packed = tensor.dtype == torch.float4_e2m1fn_x2
-    if tensor.dtype not in _NOT_IN_NUMPY and not packed:
-        return tensor.numpy()
-    if convert and not packed:
-        return tensor.to(_NOT_IN_NUMPY[tensor.dtype]).numpy()
-    kind = str(tensor.dtype).removeprefix("torch.")
-    with contextlib.suppress(ImportError):
-        found = getattr(importlib.import_module("ml_dtypes"), kind, None)
-        if found is not None:
-            return tensor.view(WIDTH[tensor.element_size()]).numpy().view(found)
+@dataclass(frozen=True, slots=True)
+class LazyArray:
+    """A tensor of an open checkpoint, read as numpy arrays."""
+
+    catalog: Catalog
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.catalog.spec(self.name).shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the arrays. Raises UnsupportedError where neither numpy nor ml_dtypes has it."""
+        return _numpy_dtype(self.catalog.spec(self.name))
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> NDArray[Any]:
+        """A new array, as numpy's basic indexing gives it: ints, slices (any positive step) and one `...`.
+
+        bfloat16 and float8 come as dtypes of the package ml_dtypes. Raises UnsupportedError where that is not installed, and for
+        packed dtypes; IndexError, CoverageError before any read, ChecksumError when bytes are damaged.
+        """
+        box, after = _box(self.shape, index if isinstance(index, tuple) else (index,))
+        found: NDArray[Any] = _array(self.catalog, self.name, box, convert=False)[after]
+        return found
+
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[np.generic]:
+        return LazyTensor(self.catalog, self.name).__array__(dtype, copy)
+
+
+def _array(catalog: Catalog, name: str, box: Box | None, *, convert: bool) -> NDArray[Any]:
+    """A box as an array that holds the same numbers; with `convert` of a wider dtype where numpy lacks its own."""
+    spec = catalog.spec(name)
+    if convert and spec.kind.group == (1, 1):
+        return widened(read_bits(catalog, [(name, box)])[0], spec.dtype)
+    dtype = _numpy_dtype(spec)
+    return read_bits(catalog, [(name, box)])[0].view(dtype)
+
+
+def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
+    found = in_numpy(spec.dtype)
+    if found is not None:
+        return found
+    packed, kind = spec.kind.group != (1, 1), spec.kind.torch_name
+    if not packed:
+        with contextlib.suppress(ImportError, AttributeError):
+            own: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), kind))
+            return own
     how = "`.read()` gives a torch tensor"
     if not packed:
         how += ", numpy.asarray(…, dtype=numpy.float32) a wider dtype, and with ml_dtypes installed numpy has it"
-    raise UnsupportedError(name, f"numpy has no dtype {kind}: {how}")
+    raise UnsupportedError(spec.name, f"numpy has no dtype {kind}: {how}")
 
 
 def _box(shape: tuple[int, ...], index: tuple[Index, ...]) -> tuple[Box, tuple[int | slice, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ucformat.box import Ints
-from ucformat.reshard.reading.execute import WIDTH
+from ucformat.reshard.reading.tensor_destination import WIDTH
 from ucformat.snapshot.copying.accelerator import Device, Event, Stream
 from ucformat.snapshot.copying.host import Outcome
 from ucformat.snapshot.copyplan.plan import EXPOSED, NEVER, OVERLAP, CopyPlan
