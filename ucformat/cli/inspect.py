@@ -25,11 +25,11 @@ def inspect(
 
     Reads metadata only, whatever the size of the checkpoint.
     """
-    from ucformat import api
+    from ucformat import look
 
     if not is_leader():
         return
-    report = api.inspect(path, select=select or (), boxes=fragments)
+    report = look.inspect(path, select=select or (), boxes=fragments)
     if json:
         say_json(_document(report))
         return
