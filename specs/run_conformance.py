@@ -164,7 +164,8 @@ def run_mutations(ask: Ask, folder: Path, count: int, seed: int, scratch: Path, 
         refused = "error" in found
         tally.refused += refused
         why = None if refused else difference(found, expected)
-        if why is not None and older(found, folder):
+        torn = data.startswith(damaged) and path.name == "ucf.json"  # may be taken for none, and an older step is the newest then
+        if why is not None and (older(found, folder) or torn):
             why = None
         tally.check(f"{folder.name}: {kind} at byte {at} of {path.relative_to(copy)}", why)
         path.write_bytes(data)

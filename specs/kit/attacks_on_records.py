@@ -74,8 +74,8 @@ def envelopes() -> None:
     def sealed(clause: str, about: str, expect: str, change: Callable[[bytes], bytes]) -> None:
         attack(clause, about, expect, edited(basic, RECORD, change))
 
-    sealed("envelope.json", "an empty file", "format", lambda d: b"")
-    sealed("envelope.json", "cut off", "format", lambda d: d[: len(d) // 2])
+    sealed("envelope.json", "an empty file", "format not-a-checkpoint", lambda d: b"")
+    sealed("envelope.json", "cut off", "format not-a-checkpoint", lambda d: d[: len(d) // 2])
     sealed("envelope.json", "an array", "format", lambda d: b"[" + d + b"]")
     sealed("envelope.json", "text behind it", "format", lambda d: d + b"{}")
     sealed("envelope.json", "bytes that are not UTF-8", "format checksum", lambda d: d.replace(b"0000", b"\xff\xfe00", 1))
