@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ucformat.containers.file_image import ByteRequest, stream
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.dtypes import DTYPES
 from ucformat.formats.target import WriteJob
+from ucformat.lazy_torch import torch
 from ucformat.storage.store import Store
 
 _TOP = "archive"

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ucformat import values as trees
 from ucformat.catalog import TensorSpec
 from ucformat.containers.zip_write import OutgoingObject
 from ucformat.errors import UnsupportedError
 from ucformat.formats.target import WriteJob, shorten
+from ucformat.lazy_torch import torch
 from ucformat.values import bytes_io
 from ucformat.values.codec import Opaque, RankLocal
 from ucformat.values.tree import split_name
@@ -21,7 +20,7 @@ from ucformat.values.tree import split_name
 MASTER = "fp32"
 VERSION = "0.19.8"
 """The release of DeepSpeed whose files are written, where the checkpoint does not say by which it was made."""
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN = (bool, int, float, str, type(None))
 _SCALERS = frozenset(f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in ("LossScaler", "DynamicLossScaler"))
 _RECORDS = ("deepspeed", "client", "scheduler", "data", "args", "step", "optimizer", "model")
 
@@ -159,7 +158,7 @@ def loss_scaler(value: object) -> OutgoingObject | None:
     if not isinstance(value, Opaque) or value.class_name not in _SCALERS or not isinstance(value.state, dict):
         return None
     attributes = value.state.get("state", value.state)
-    plain = isinstance(attributes, dict) and all(isinstance(item, _PLAIN) for item in attributes.values())
+    plain = isinstance(attributes, dict) and all(isinstance(item, (*_PLAIN, torch.dtype)) for item in attributes.values())
     if not plain or not all(isinstance(key, str) for key in attributes):
         return None
     module, _, name = value.class_name.rpartition(".")
