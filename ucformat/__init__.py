@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ucformat.snapshot.restore import Restored
     from ucformat.snapshot.snapshotter import Snapshotter
     from ucformat.values.codec import Opaque, RankLocal
+    from ucformat.zarr.store import zarr_store
 
 __all__ = [
     "save",
@@ -72,6 +73,7 @@ __all__ = [
     "Restored",
     "SnapshotReport",
     "StepReport",
+    "zarr_store",
     "UcformatError",
     "errors",
 ]
@@ -94,6 +96,7 @@ _HOMES = {
     "Restored": "snapshot.restore",
     **dict.fromkeys(("SnapshotReport", "StepReport"), "snapshot.report"),
     "Snapshotter": "snapshot.snapshotter",
+    "zarr_store": "zarr.store",
 }
 
 

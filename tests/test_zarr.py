@@ -1,0 +1,156 @@
+"""Checkpoints of any format as zarr stores: every tensor is an array, bit for bit, read in chunks along its fragments."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import zarr
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.core.buffer import default_buffer_prototype
+
+import ucformat
+from specs.run_conformance import GOLDEN
+from tests.checkpoints import CountingStore, split_evenly, write_native
+from ucformat.errors import ChecksumError, UnsupportedError
+from ucformat.formats.native import open_catalog
+from ucformat.formats.source import Source
+from ucformat.reshard.reading.lazy import Checkpoint, read_bits
+from ucformat.zarr.layout import CHUNK_BYTES, chunk_shape, node_path
+
+GROUPS = ["basic", "dtypes", "boxes", "training", "names", "parts", "empty", "run", "snapshot"]
+
+
+def bits_of(array: zarr.Array[Any]) -> bytes:
+    return np.asarray(array[...]).tobytes()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_tensor_of_a_golden_checkpoint_is_an_array_bit_for_bit(name: str) -> None:
+    opened = ucformat.open(GOLDEN / name / "checkpoint")
+    root = zarr.open_group(ucformat.zarr_store(opened), mode="r")
+    for tensor in opened:
+        array = root[node_path(tensor)]
+        assert isinstance(array, zarr.Array)
+        assert array.shape == opened[tensor].shape
+        assert bits_of(array) == read_bits(opened.catalog, [(tensor, None)])[0].tobytes(), tensor
+    assert root.attrs["ucf:step"] == opened.step
+
+
+def test_bfloat16_and_float8_are_numbers() -> None:
+    opened = ucformat.open(GOLDEN / "dtypes" / "checkpoint")
+    root = zarr.open_group(ucformat.zarr_store(opened), mode="r")["model"]
+    assert isinstance(root, zarr.Group)
+    array = root["BF16"]
+    assert isinstance(array, zarr.Array)
+    assert array.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(array[1:4, 2:7], opened["model/BF16"].numpy[1:4, 2:7])
+    for name, native in (("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("F8_E8M0", "float8_e8m0fnu")):
+        assert root[name].dtype == getattr(ml_dtypes, native)  # type: ignore[union-attr]
+    assert root["F4"].attrs["ucf:bits"]
+
+
+def test_any_format_is_a_store(tmp_path: Path) -> None:
+    model = {"a.w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.int8)}
+    safetensors.torch.save_file(model, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.save(model, tmp_path / "model.pt")
+    for path in ("model.safetensors", "model.pt"):
+        root = zarr.open_group(ucformat.zarr_store(tmp_path / path), mode="r")
+        found = {path: array for path, array in root.members(max_depth=None) if isinstance(array, zarr.Array)}
+        assert {path.rpartition("/")[2] for path in found} == {"a.w", "b"}
+        assert all(np.array_equal(array[...], model[path.rpartition("/")[2]].numpy()) for path, array in found.items())
+
+
+def test_chunks_follow_regular_fragments_and_are_bounded(tmp_path: Path) -> None:
+    tensors = {
+        "even": torch.arange(64.0).reshape(8, 8),
+        "uneven": torch.arange(35.0).reshape(7, 5),
+        "large": torch.zeros(4096, 1024),
+    }
+    tiling = {"even": split_evenly((8, 8), 0, 4), "uneven": split_evenly((7, 5), 0, 3)}
+    write_native(tmp_path, tensors, tiling, shards=2)
+    catalog = ucformat.open(tmp_path).catalog
+    assert chunk_shape(catalog, "even") == (2, 8)
+    assert chunk_shape(catalog, "uneven") == (7, 5)
+    assert chunk_shape(catalog, "large") == (CHUNK_BYTES // 4096, 1024)
+
+
+def test_a_slice_reads_its_chunks_only(tmp_path: Path) -> None:
+    write_native(tmp_path, {"w": torch.arange(4 << 20, dtype=torch.float32).reshape(4096, 1024)})
+    store = CountingStore(str(tmp_path))
+    root = zarr.open_group(ucformat.zarr_store(Checkpoint(open_catalog(Source(store)))), mode="r")
+    store.read_bytes.clear()
+    array = root["w"]
+    assert isinstance(array, zarr.Array)
+    np.testing.assert_array_equal(array[1000:1010, :3], np.arange(1000 * 1024, 1010 * 1024).reshape(10, 1024)[:, :3])
+    assert store.total <= 2 * CHUNK_BYTES
+
+
+def test_damage_is_an_error_and_never_a_fill_value(tmp_path: Path) -> None:
+    write_native(tmp_path, {"w": torch.arange(1000.0)})
+    (shard,) = tmp_path.glob("shards.*/0*")
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    array = zarr.open_group(ucformat.zarr_store(tmp_path), mode="r")["w"]
+    with pytest.raises(ChecksumError):
+        array[...]  # type: ignore[index]
+
+
+def test_a_name_below_another_ones_tensor_is_refused(tmp_path: Path) -> None:
+    write_native(tmp_path, {"a": torch.ones(2), "a/b": torch.ones(2)})
+    with pytest.raises(UnsupportedError, match="lies below"):
+        ucformat.zarr_store(tmp_path)
+
+
+def test_the_store_keeps_zarrs_contract() -> None:
+    """What zarr's StoreTests ask of a store that can't be written to; they themselves put keys of their own into it first."""
+    store, prototype = ucformat.zarr_store(GOLDEN / "boxes" / "checkpoint"), default_buffer_prototype()
+    assert store == ucformat.zarr_store(GOLDEN / "boxes" / "checkpoint")
+    assert store.read_only
+    assert (store.supports_writes, store.supports_deletes, store.supports_listing) == (False, False, True)
+    assert store.with_read_only(read_only=True) == store
+    with pytest.raises(NotImplementedError):
+        store.with_read_only(read_only=False)
+
+    async def story() -> None:
+        keys = [key async for key in store.list()]
+        assert len(keys) == len(set(keys))
+        for key in keys:
+            whole = await store.get(key, prototype)
+            assert whole is not None
+            assert await store.exists(key)
+            data = whole.to_bytes()
+            parts: list[tuple[ByteRequest, bytes]] = [
+                (RangeByteRequest(1, 4), data[1:4]),
+                (OffsetByteRequest(1), data[1:]),
+                (SuffixByteRequest(1), data[-1:]),
+            ]
+            found = await store.get_partial_values(prototype, [(key, part) for part, _ in parts])
+            assert [one.to_bytes() for one in found if one is not None] == [expected for _, expected in parts]
+        for absent in ("x", "boxes/c/9/0/0", "boxes/c/0", "boxes/c/0/0/00", "boxes/c/-1/0/0", "c/0", "boxes/zarr.json/x", ""):
+            assert await store.get(absent, prototype) is None
+            assert not await store.exists(absent)
+        top = [name async for name in store.list_dir("")]
+        assert top == [
+            "boxes",
+            "byte by byte",
+            "many blocks",
+            "zarr.json",
+            "zero-d",
+        ]
+        assert [name async for name in store.list_dir("boxes")] == ["c", "zarr.json"]
+        assert sorted([key async for key in store.list_prefix("zero-d/")]) == ["zero-d/c", "zero-d/zarr.json"]
+        with pytest.raises(TypeError, match="Unexpected byte_range"):
+            await store.get("zarr.json", prototype, (0, 2))  # type: ignore[arg-type]
+        for write in (store.set("x", prototype.buffer.from_bytes(b"")), store.delete("zarr.json")):
+            with pytest.raises(ValueError, match="read-only"):
+                await write
+
+    asyncio.run(story())
