@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ucformat.containers.file_image import ByteRequest
 from ucformat.containers.zip_write import Outgoing, OutgoingObject
@@ -35,6 +34,7 @@ from ucformat.formats.deepspeed.shuffle import round_robin, shuffled
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Companions, WriteJob, shorten
 from ucformat.formats.torchfile import PADDING, Leaves, Range, TorchSaved, write_file
+from ucformat.lazy_torch import torch
 from ucformat.storage.store import Store
 
 OPTIONS = frozenset({"stage", "dp"})
