@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from ucformat.group import Group
+import numpy as np
+from numpy.typing import NDArray
+
+from ucformat.group import Group, Number
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,7 +29,7 @@ class _Meeting:
 
 @dataclass(frozen=True, slots=True)
 class ThreadGroup(Group):
-    """A group whose ranks are threads. What is built on `all_gather` is the product's own."""
+    """A group whose ranks are threads. What is built on these exchanges is the product's own."""
 
     meeting: _Meeting | None = None
 
@@ -43,6 +46,17 @@ class ThreadGroup(Group):
     def gather(self, item: T, what: str = "") -> list[T]:
         found = self.all_gather(item, what)
         return found if self.rank == 0 else []
+
+    def gather_from(self, item: T | None, ranks: Sequence[int], what: str = "") -> dict[int, T]:
+        found = self.all_gather(item, what)
+        return {rank: cast("T", found[rank]) for rank in ranks} if self.rank == 0 else {}
+
+    def numbers(self, row: Sequence[int], what: str = "") -> NDArray[np.int64]:
+        return np.array(self.all_gather(list(row), what), dtype=np.int64)
+
+    def maximum(self, values: NDArray[Number], what: str = "") -> NDArray[Number]:
+        merged: NDArray[Number] = np.max(self.all_gather(values, what), axis=0)
+        return merged
 
     def broadcast(self, item: T, what: str = "") -> T:
         return self.all_gather(item, what)[0]
