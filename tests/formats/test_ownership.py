@@ -7,9 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,8 +31,10 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
 )
+from ucformat.formats import ownership
 from ucformat.reshard.verify import verify
 from ucformat.storage.local import LocalStore
+from ucformat.storage.open import open_store
 
 SIZE = 50_000
 
@@ -202,6 +208,63 @@ def test_a_writer_that_was_killed_while_it_wrote_its_marker_is_in_nobodys_way(tm
     assert value_of(out) == 1
     ucformat.convert(tmp_path / "source", out, to, overwrite=True)
     assert value_of(out) == 1
+
+
+DEAD = """
+import sys
+from ucformat.formats import ownership
+from ucformat.storage.open import open_store
+import msgspec
+print(msgspec.json.encode(ownership.begin(open_store("memory://x"), "save", token=sys.argv[1]).marker).decode())
+"""
+
+
+@pytest.mark.parametrize("kind", ["save", "convert"])
+def test_where_there_are_no_locks_a_living_writers_marker_is_no_other_writers_to_take(kind: str) -> None:
+    store = open_store(f"memory://test_ownership/{uuid.uuid4().hex}")
+    assert not store.holds
+    claim = ownership.begin(store, kind)
+    assert ownership.claim(store, claim.marker) is None
+    (found,) = ownership.markers(store)
+    assert ownership.claim(store, found) is None
+    (left,) = ucformat.prune(store.url)
+    assert left.in_use
+    assert claim.intact()
+
+
+def test_where_there_are_no_locks_a_dead_writers_marker_is_taken_at_once_and_another_machines_after_hours() -> None:
+    store = open_store(f"memory://test_ownership/{uuid.uuid4().hex}")
+    token = ownership.new_token()
+    done = subprocess.run([sys.executable, "-c", DEAD, token], capture_output=True, text=True, check=True)
+    dead = msgspec.json.decode(done.stdout, type=ownership.Marker)
+    store.put(dead.path, b"")
+    assert ownership.claim(store, dead) is not None
+    elsewhere = msgspec.structs.replace(dead, machine="another")
+    assert ownership.claim(store, elsewhere) is None
+    for hours, taken in ((1, False), (7, True)):
+        created = (datetime.now(timezone.utc) - timedelta(hours=hours)).isoformat(timespec="seconds")
+        store.put(dead.path, b"")
+        assert (ownership.claim(store, msgspec.structs.replace(elsewhere, created=created)) is not None) == taken
+
+
+def test_a_marker_says_who_wrote_it_where_and_when(tmp_path: Path) -> None:
+    marker = ownership.begin(open_store(str(tmp_path)), "save").marker
+    assert (marker.machine, marker.process) == (ownership.this_machine(), ownership.this_process())
+    assert marker.age_s < 60
+    assert not ownership.has_ended(marker.process)
+
+
+def test_a_writer_that_is_killed_while_it_writes_a_marker_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    link = os.link
+
+    def watched(*args: Any, **more: Any) -> None:
+        seen.append(os.listdir(tmp_path))
+        link(*args, **more)
+
+    monkeypatch.setattr(os, "link", watched)
+    ownership.begin(open_store(str(tmp_path)), "save")
+    assert seen == [[]]
 
 
 def test_a_zombie_does_no_harm_to_the_checkpoint_of_its_successor(tmp_path: Path) -> None:

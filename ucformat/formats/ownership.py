@@ -33,7 +33,8 @@ ELSEWHERE_S = 900.0  # without a sign of life on another machine, as not every n
 ABANDONED_S = 6 * 3600.0  # on stores without locks: longer than any save or conversion takes
 _MARKER = re.compile(r"\.ucf\.([0-9A-Za-z_-]+)\.json")
 _HALF_MARKER = re.compile(_MARKER.pattern + r"\.[0-9a-f]{12}\.part")
-"""A marker whose writer was killed before it had its name: vouches for nothing, and is in nobody's way."""
+"""A marker whose writer was killed before it had its name, where files can't be written without one. Vouches for nothing, and is
+in nobody's way."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -156,7 +157,8 @@ def begin(
     store: Store, what: str, *, place: str = "", replaces: Sequence[str] = (), identity: str = "", token: str = ""
 ) -> Claim:
     """Put a marker there, and hold it. With a `token` that several processes share, each calls it. Raises StorageError."""
-    marker = Marker(token or new_token(), what, place, tuple(replaces), identity, this_machine(), _now())
+    who = {"machine": this_machine(), "process": this_process(), "created": _now()}
+    marker = Marker(token or new_token(), what, place, tuple(replaces), identity, **who)
     while True:
         store.put_if_absent(marker.path, seal(msgspec.json.encode(marker)))
         try:

@@ -36,10 +36,16 @@ def put(path: str, data: bytes, part: str = "") -> None:
 
 
 def put_if_absent(path: str, data: bytes, part: str = "") -> bool:
-    """As `put`, where no file has that name; whether it did. Raises OSError; once the file is there, it only logs."""
-    with _written(path, data, part) as new:
-        if not _name(new, path):
-            return False
+    """As `put`, where no file has that name; whether it did. Raises OSError; once the file is there, it only logs.
+
+    Where the system has files without names, and `part` is not given, a process that is killed leaves no half-written file.
+    """
+    named = None if part else _put_unnamed(path, data)
+    if named is None:
+        with _written(path, data, part) as new:
+            named = _name(new, path)
+    if not named:
+        return False
     sync_or_warn(os.path.dirname(path))
     return True
 
@@ -63,16 +69,42 @@ def _written(path: str, data: bytes, part: str) -> Iterator[str]:
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         try:
-            done = 0
-            while done < len(data):
-                done += os.write(fd, data[done:])
-            os.fsync(fd)
+            _write_all(fd, data)
         finally:
             os.close(fd)
         yield part
     finally:
         with suppress(FileNotFoundError):  # it has its final name
             os.unlink(part)
+
+
+def _put_unnamed(path: str, data: bytes) -> bool | None:
+    """Write a file that gets its only name once it is durable; False where another has it, None where the system can't."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except (AttributeError, OSError):
+        return None
+    try:
+        _write_all(fd, data)
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)  # with src_dir_fd, Python calls linkat
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno in (*_NO_LINKS, errno.ENOENT):
+            return None
+        raise
+    finally:
+        os.close(fd)
+    return True
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(fd, data[done:])
+    os.fsync(fd)
 
 
 def _name(part: str, path: str) -> bool:
