@@ -8,11 +8,14 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from ucformat.errors import ExistsError, StorageError, UnsupportedError
-from ucformat.formats import beside, staging
+import ucformat
+from ucformat.containers.envelope import seal
+from ucformat.errors import ConflictError, ExistsError, StorageError, UnsupportedError
+from ucformat.formats import beside, partial, staging
 from ucformat.formats.target import WriteJob
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.open import open_store
@@ -266,10 +269,46 @@ def test_a_failure_in_the_very_switch_loses_nothing_and_says_where_it_is(
     with pytest.raises(StorageError, match=r"broken.*run it again; the new checkpoint lies in .*\.partial"):
         publish(job(url, overwrite=True), put(SHARD, "new"), put(LAST, "new"))
     assert LAST not in contents(url)
-    assert {SHARD: "new", LAST: "new"}.items() <= contents(f"{url}/.partial").items()
+    (token,) = [name for name in open_store(f"{url}/.partial").list() if name.endswith("/")]
+    assert contents(f"{url}/.partial/{token}") == {SHARD: "new", LAST: "new"}
+    assert ucformat.prune(url) == []  # the new one is whole nowhere else
     monkeypatch.undo()
     publish(job(url, overwrite=True), put(SHARD, "newer"), put(LAST, "newer"))
     assert contents(url) == {SHARD: "newer", LAST: "newer"}
+
+
+def test_of_two_conversions_to_one_place_on_an_object_store_the_second_gives_way(url: str) -> None:
+    def commit(store: Store) -> None:
+        for overwrite in (False, True):
+            with pytest.raises(ConflictError, match="may be converting to here"):
+                publish(job(url, overwrite), put(SHARD, "second"), put(LAST, "second"))
+        store.put(LAST, b"first")
+
+    publish(job(url), put(SHARD, "first"), commit)
+    assert contents(url) == {SHARD: "first", LAST: "first"}
+    assert list(open_store(url).list()) == [SHARD, LAST]
+
+
+def test_a_conversion_whose_marker_was_taken_away_puts_nothing_into_place(url: str) -> None:
+    def commit(store: Store) -> None:
+        store.put(LAST, b"late")
+        open_store(url).remove(".partial")
+
+    with pytest.raises(ConflictError, match="abandoned"):
+        publish(job(url), put(SHARD, "late"), commit)
+    assert contents(url) == {}
+
+
+def test_what_an_interrupted_conversion_staged_on_an_object_store_is_listed_and_removed_by_prune(url: str) -> None:
+    begun = partial.begin(open_store(url), overwrite=False)
+    begun.staging.put(SHARD, b"half")
+    (living,) = ucformat.prune(url)
+    assert living.in_use
+    dead = msgspec.structs.replace(begun.claim.marker, process="", created="")
+    open_store(f"{url}/.partial").put(dead.path, seal(msgspec.json.encode(dead)))
+    (left,) = ucformat.prune(url)
+    assert (left.path, left.what, left.in_use) == (url, "unfinished conversion", False)
+    assert open_store(url).list() == []
 
 
 def test_a_file_is_replaced_only_when_the_new_one_is_complete(url: str, tmp_path: Path) -> None:

@@ -1,35 +1,38 @@
 """`.partial/`: where a directory on an object store is written first, and how it gets from there to its place.
 
+    .partial/.ucf.3f9c2a71d04b.json     the marker of an attempt: see `ownership`
+    .partial/3f9c2a71d04b/…             what it has written
+
 Object stores have no rename. So everything is written below `.partial/`, and when it is complete the store itself copies
-each object into place, the one that makes it readable last. A marker in `.partial/` comes first and goes last: where it
-is, an interrupted conversion can be run again. Without `overwrite` nothing that is visible is ever removed or changed, only
+each object into place, the one that makes it readable last. The marker comes first and goes last: where it is and its writer
+has ended, the conversion can be run again. Without `overwrite` nothing that is visible is ever removed or changed, only
 added to, and only when all that is there are bytes of the very files that are to come. To replace a checkpoint, the marker
-first tells which files are to go, so that whoever is interrupted while removing them can go on.
+first lists the files that are to go, so that whoever is interrupted while removing them can go on.
+
+Only one attempt at a time: whoever finds the marker of another that may be alive gives way, so that of two which begin at the
+same moment at most one goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from ucformat.errors import ExistsError, StorageError
-from ucformat.formats import owned
+from ucformat.containers.envelope import seal
+from ucformat.errors import ConflictError, ExistsError, StorageError
+from ucformat.formats import owned, ownership
 from ucformat.storage.store import Store
 
 PARTIAL = ".partial"
-MARKER = "ucformat.json"
 _COMMITS = ("ucf.json", ".metadata", ".index.json")  # ends of names of files without which a checkpoint is none
 _WEIGHTS = (".safetensors", ".bin", ".distcp")
 _COMPARED_BYTES = 8 << 20  # at a time
-
-
-class Marker(msgspec.Struct, frozen=True):
-    """The marker's content: files of the place that the conversion was allowed to remove, and has begun to."""
-
-    replaces: tuple[str, ...] = ()
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,68 +41,91 @@ class Attempt:
 
     store: Store
     overwrite: bool
-    marker: Marker
-    again: bool
-    """Whether an interrupted one was there: then its marker outlives a failure of this one, too."""
+    claim: ownership.Claim
+    earlier: tuple[ownership.Marker, ...]
+    """Of interrupted attempts. They outlive a failure of this one: by them the next knows which files in the place are ours."""
 
     @property
     def staging(self) -> Store:
-        return staging_of(self.store)
+        return folder_of(self.store).sub(self.claim.token)
 
     def finish(self, last: str) -> list[str]:
         """Put what is staged into its place, `last` at the end; the files beside it that stayed.
 
-        Raises ExistsError and UnsupportedError for what may not be replaced, StorageError.
+        Raises ExistsError and UnsupportedError for what may not be replaced, ConflictError when another process has taken this
+        one for dead, StorageError.
         """
+        if not folder_of(self.store).exists(self.claim.marker.path):
+            raise ConflictError(self.store.url, "another conversion to here took this one for abandoned: run it again")
         return _exchange(self, last) if self.overwrite else _add(self, last)
 
     def discard(self) -> None:
         """Remove what was staged. Never raises StorageError: that is not the news, and the next attempt clears up."""
-        try:
-            _clear(self.staging)
-            if not self.again:
-                self.staging.remove()
-        except StorageError:
-            pass
+        self.claim.discard()
 
 
-def staging_of(store: Store) -> Store:
+def folder_of(store: Store) -> Store:
     return store.sub(PARTIAL)
 
 
 def interrupted(store: Store) -> bool:
     """Whether a conversion to here was interrupted, or is under way."""
-    return not store.renames and store.exists(f"{PARTIAL}/{MARKER}")
+    return not store.renames and any(map(ownership.is_marker, folder_of(store).list()))
 
 
 def begin(store: Store, overwrite: bool) -> Attempt:
-    """Clear away what an interrupted attempt has staged, and mark the place as ours.
+    """Mark the place as ours.
 
     Raises ExistsError when something is there that may not be replaced, UnsupportedError for a checkpoint that never is,
-    StorageError when `.partial/` is not ours.
+    ConflictError when another process is writing there, StorageError when something in `.partial/` is not ours.
     """
-    staging, again = staging_of(store), interrupted(store)
-    if not again and staging.list():
-        raise StorageError(staging.url, "is in the way, and no interrupted conversion has left it: remove it yourself")
+    folder = folder_of(store)
+    if unknown := ownership.unknown(folder, folder.list()):
+        raise StorageError(
+            f"{folder.url}/{unknown[0]}", "is in the way, and no interrupted conversion has left it: remove it yourself"
+        )
     in_use = any(name != PARTIAL + "/" for name in store.list())
-    if in_use and not again and not overwrite:
+    if in_use and not overwrite and not interrupted(store):
         raise ExistsError(store.url)
     if in_use and overwrite:
         owned.owner(store)
-    attempt = Attempt(store, overwrite, _read(staging) if again else Marker(), again)
-    if again:
-        _clear(staging)
-    else:
-        staging.put(MARKER, msgspec.json.encode(attempt.marker))
-    return attempt
+    claim = ownership.begin(folder, "convert")
+    try:
+        return Attempt(store, overwrite, claim, tuple(_take_over(folder, claim.token)))
+    except BaseException:
+        claim.discard()
+        raise
 
 
 def forget(store: Store) -> None:
-    """Remove what interrupted conversions have staged at `store`, marker last."""
+    """Remove what interrupted conversions have staged at `store`. Raises ConflictError when one may be alive, StorageError."""
     if interrupted(store):
-        staging = store.sub(PARTIAL)
-        _clear(staging)
-        staging.remove()
+        _remove(store, _take_over(folder_of(store)))
+
+
+def leftovers(store: Store) -> list[ownership.Marker]:
+    """Of interrupted conversions that can be removed: one that has begun to replace a checkpoint is to be run again instead."""
+    return [] if store.renames else [marker for marker in ownership.markers(folder_of(store)) if not marker.replaces]
+
+
+def _take_over(folder: Store, own: str = "") -> list[ownership.Marker]:
+    """Markers of attempts that have ended. What they staged goes, but where the place itself is not whole without it."""
+    others = [marker for marker in ownership.markers(folder) if marker.token != own]
+    for marker in others:
+        if ownership.claim(folder, marker) is None:
+            who = f"another process, begun {marker.created}, may be converting to here"
+            raise ConflictError(folder.url, f"{who}: wait for it, or remove this folder if it is dead")
+    for marker in others:
+        if not marker.replaces:
+            folder.abort_uploads(marker.token)
+            folder.remove(marker.token)
+    return others
+
+
+def _remove(store: Store, markers: Iterable[ownership.Marker]) -> None:
+    folder = folder_of(store)
+    for marker in markers:
+        ownership.remove_all(folder, marker.token)
 
 
 def _add(attempt: Attempt, last: str) -> list[str]:
@@ -117,41 +143,52 @@ def _exchange(attempt: Attempt, last: str) -> list[str]:
     """Remove the checkpoint that is there, then copy."""
     store, new, owns = attempt.store, set(_staged(attempt)), owned.owner(attempt.store)
     there = list(owned.walk(store, PARTIAL + "/"))
-    known = set(attempt.marker.replaces)
+    known = {path for marker in attempt.earlier for path in marker.replaces}
     stay = [path for path in there if path not in known and not owns(path)]
     owned.check_kept(store, [path for path in stay if path in new])
     going = [path for path in there if path in known or owns(path) or path in new]
-    attempt.staging.put(MARKER, msgspec.json.encode(Marker(tuple(sorted(known.union(going, new))))))
-    try:
+    _rewrite(attempt, replaces=tuple(sorted(known.union(going, new))))
+    with _given_up(attempt):
         for path in sorted(going, key=lambda path: (not path.endswith(_COMMITS), not path.endswith(_WEIGHTS), path)):
             store.remove(path)
-    except StorageError as error:
-        raise _unplaced(attempt, error) from error
     _copy(attempt, new, last)
     return [path for path in stay if path not in new]
 
 
 def _copy(attempt: Attempt, paths: Iterable[str], last: str) -> None:
     """Configuration and the like first, then weights: where all weights are, nothing of the model is missing."""
-    try:
+    with _given_up(attempt):
         for path in sorted(paths, key=lambda path: (path == last, path.endswith(_WEIGHTS), path)):
-            attempt.store.copy(f"{PARTIAL}/{path}", path)
-    except StorageError as error:
-        raise _unplaced(attempt, error) from error
+            attempt.store.copy(f"{PARTIAL}/{attempt.claim.token}/{path}", path)
     try:
-        forget(attempt.store)
-    except StorageError:
-        pass  # it is in its place; the next conversion clears up
+        _remove(attempt.store, (*attempt.earlier, attempt.claim.marker))
+    except StorageError as error:
+        _LOG.warning("%s: complete; what it was copied from could not be removed (%s)", attempt.store.url, error)
 
 
-def _unplaced(attempt: Attempt, error: StorageError) -> StorageError:
-    return StorageError(
-        attempt.store.url, f"not complete ({error}): run it again; the new checkpoint lies in {attempt.staging.url}"
-    )
+@contextmanager
+def _given_up(attempt: Attempt) -> Iterator[None]:
+    """Where this fails, the place is not whole, and what is staged stays: whoever runs the conversion again may go on at once."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(StorageError):
+            _rewrite(attempt, process="", created="")
+        if not isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            attempt.store.url, f"not complete ({error}): run it again; the new checkpoint lies in {attempt.staging.url}"
+        ) from error
+
+
+def _rewrite(attempt: Attempt, **changes: object) -> None:
+    folder, path = folder_of(attempt.store), attempt.claim.marker.path
+    (marker,) = ownership.markers(folder, [path])
+    folder.put(path, seal(msgspec.json.encode(msgspec.structs.replace(marker, **changes))))
 
 
 def _staged(attempt: Attempt) -> list[str]:
-    return [path for path in owned.walk(attempt.staging) if path != MARKER]
+    return list(owned.walk(attempt.staging))
 
 
 def _begins(attempt: Attempt, path: str) -> bool:
@@ -167,18 +204,3 @@ def _begins(attempt: Attempt, path: str) -> bool:
         if not np.array_equal(ours[:n], theirs[:n]):
             return False
     return True
-
-
-def _clear(staging: Store) -> None:
-    """Remove all but the marker."""
-    staging.abort_uploads()
-    for name in staging.list():
-        if name != MARKER:
-            staging.remove(name.rstrip("/"))
-
-
-def _read(staging: Store) -> Marker:
-    try:
-        return msgspec.json.decode(staging.read(MARKER), type=Marker)
-    except (msgspec.DecodeError, RecursionError):
-        return Marker()  # half written, where uploads are visible before they are complete: nothing was removed yet

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ucformat.errors import MissingFileError
-from ucformat.formats import beside, native, ownership
+from ucformat.formats import beside, native, ownership, partial
 from ucformat.formats.ownership import Marker
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
@@ -72,6 +72,10 @@ def _unfinished(store: Store) -> Iterator[_Found]:
         for marker in ownership.markers(parent):
             if marker.place == name:
                 yield _found(parent, marker)
+    else:
+        for marker in partial.leftovers(store):
+            found = _found(partial.folder_of(store), marker)
+            yield replace(found, leftover=replace(found.leftover, path=store.url))
     for marker in ownership.markers(store, names):
         yield _found(store, marker)
     for step in native.step_numbers(names):

@@ -25,8 +25,9 @@ def write(job: WriteJob) -> None:
     foreign = False
     with group.together(f"preparing {store.url}"):
         if group.rank == 0:
-            partial.forget(store)
-            foreign = job.overwrite and not is_committed(store) and bool(owned.held(store))
+            foreign = job.overwrite and not is_committed(store) and (partial.interrupted(store) or bool(owned.held(store)))
+            if not foreign:
+                partial.forget(store)
     if group.broadcast(foreign):
         _write_over(job)
     else:
