@@ -18,6 +18,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch
+
 from tests.campaigns.tally import Tally
 from ucformat.errors import UcformatError
 
@@ -100,6 +102,7 @@ def _watch(pid: int, shared: mmap.mmap, results: int, lines: list[bytes]) -> int
 def _work(name: str, trial: Trial, seed: int, first: int, last: int | None, deadline: float, shared: mmap.mmap, go: int) -> None:
     code = 1
     try:
+        torch.set_num_threads(1)  # renews its thread pool, which no fork survives; several threads that do it at once fail
         base = _address_space()
         resource.setrlimit(resource.RLIMIT_AS, (base + _CAP_BYTES, base + _CAP_BYTES))
         peak, at = _peak(), first
