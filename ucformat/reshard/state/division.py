@@ -75,8 +75,10 @@ class _Decision:
 class _Plan:
     """What was decided for ranks of certain structures."""
 
-    key: tuple[int, int, int]
-    """Digest of all ranks' structures and sizes, and this rank: the plan is good for these."""
+    key: tuple[int, int]
+    """Digest of all ranks' structures and sizes: the plan is good for these."""
+    rank: int
+    """This rank then, and now, if the plan is to be followed again."""
     decision: _Decision
     own: int
     """Which of the structures this rank has."""
@@ -108,13 +110,13 @@ class _Own:
     """Of each offer's bytes; zeros when replicas are not compared."""
     tree: bytes
 
-    @property
-    def row(self) -> tuple[int, ...]:
+    def row(self, rank: int) -> tuple[int, ...]:
         """What it tells all others: digests of its structure and tree, of the bytes of its offers, and its last plan."""
+        last = _LAST.plan
         loose = np.array([offer.first_rank_wins for offer in self.structure.offers], dtype=bool)
         return (
             *words(xxhash.xxh3_128_intdigest(self.encoded)), self.unique_bytes, _word(self.tree),
-            _word(self.digests[~loose]), _word(self.digests[loose]), *((0, 0, 0) if _LAST.plan is None else _LAST.plan.key),
+            _word(self.digests[~loose]), _word(self.digests[loose]), *((0, 0) if last is None or last.rank != rank else last.key),
         )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def divide(collected: Collected, group: Group, *, check_replicas: bool) -> Divis
     with group.together("preparing the save"):
         own = _bring(collected, check=check_replicas and group.size > 1)
     assert own is not None
-    rows = group.numbers(own.row, _WHAT)
+    rows = group.numbers(own.row(group.rank), _WHAT)
     plan = _plan(own, rows, group)
     if group.size > 1:
         _compare(own, rows, plan, group)
@@ -171,8 +173,8 @@ def _nbytes(piece: Piece) -> int:
 def _plan(own: _Own, rows: NDArray[np.int64], group: Group) -> _Plan:
     """The plan for all ranks' rows: that of the last time where no rank has anything else."""
     last = _LAST.plan
-    key = (*words(xxhash.xxh3_128_intdigest(np.ascontiguousarray(rows[:, :3]))), group.rank)
-    if last is not None and last.key == key and (rows[:, 6:8] == key[:2]).all() and (rows[:, 8] == np.arange(group.size)).all():
+    key = words(xxhash.xxh3_128_intdigest(np.ascontiguousarray(rows[:, :3])))
+    if last is not None and (last.key, last.rank) == (key, group.rank) and (rows[:, 6:8] == key).all():
         return last
     of = leaders(rows[:, :2])
     first: list[int] = np.unique(of).tolist()
@@ -187,7 +189,7 @@ def _plan(own: _Own, rows: NDArray[np.int64], group: Group) -> _Plan:
     if len(first) > 1:
         decision = group.broadcast(decision, _WHAT)
     assert decision is not None
-    _LAST.plan = _Plan(key, decision, first.index(int(of[group.rank])), of, tuple(first), tuple(structures))
+    _LAST.plan = _Plan(key, group.rank, decision, first.index(int(of[group.rank])), of, tuple(first), tuple(structures))
     return _LAST.plan
 
 

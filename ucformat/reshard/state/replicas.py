@@ -82,9 +82,7 @@ def assign_writers(
     `unique_bytes` is what each rank writes anyway.
     """
     load = list(unique_bytes)
-    heaps = [[(load[rank], rank) for rank in ranks] for ranks in members]
-    for heap in heaps:
-        heapq.heapify(heap)
+    heaps = [_lightest(ranks, load, len(held.offers)) for ranks, held in zip(members, structures, strict=True)]
     own, _ = holders(structures, aliases)
     writers = [np.full(len(structure.offers), -1, dtype=np.int32) for structure in structures]
     size = {key: structures[held[0][0]].offers[held[0][1]].nbytes for key, held in own.items()}
@@ -98,6 +96,13 @@ def assign_writers(
         for number, at in held:
             writers[number][at] = rank
     return writers
+
+
+def _lightest(ranks: Sequence[int], load: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """A heap of the (load, rank) of the least loaded ranks: no more than `count` of them can be chosen `count` times."""
+    loads, all_ranks = np.array([load[rank] for rank in ranks], dtype=np.int64), np.array(ranks, dtype=np.int64)
+    first = np.lexsort((all_ranks, loads))[:count]
+    return list(zip(loads[first].tolist(), all_ranks[first].tolist(), strict=True))  # sorted, and so a heap
 
 
 def _least(heap: list[tuple[int, int]], load: Sequence[int]) -> tuple[int, int]:

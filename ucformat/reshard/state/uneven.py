@@ -92,7 +92,8 @@ def compare(own: Mapping[str, ShardDescription], error: Exception | None, group:
     rows = group.numbers([*row, *[0] * (_WIDTH - len(row))], "collecting the state")
     if rows[:, 0].any():
         group.resolve("collecting the state", error)
-    every = rows[:, 3:].reshape(-1, 2)
+    every = rows[:1] if (rows == rows[0]).all() else rows
+    every = every[:, 3:].reshape(-1, 2)
     if rows[:, 2].any():
         every = np.array([belief for brought in group.distinct(beliefs) for belief in brought], dtype=np.int64).reshape(-1, 2)
     disputed = _disputed(every)
@@ -117,8 +118,9 @@ def _number(text: str) -> int:
 
 def _disputed(beliefs: NDArray[np.int64]) -> set[int]:
     """Meshes of which ranks believe different things."""
-    meshes, count = np.unique(np.unique(beliefs, axis=0)[:, 0], return_counts=True)
-    return set(meshes[count > 1].tolist())
+    meshes, held = beliefs[np.argsort(beliefs[:, 0], kind="stable")].T
+    differ = (meshes[1:] == meshes[:-1]) & (held[1:] != held[:-1])
+    return set(meshes[1:][differ].tolist())
 
 
 def _place(name: str, mine: ShardDescription, held: Sequence[ShardDescription]) -> LocalPlacement:
