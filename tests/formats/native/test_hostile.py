@@ -95,3 +95,28 @@ def test_columns_of_endless_width_are_refused(checkpoint: Path, tensors: bool) -
     reindex(checkpoint, widen)
     with pytest.raises(FormatError):
         ucformat.open(str(checkpoint))
+
+
+def test_a_box_whose_volume_no_number_holds_is_refused(checkpoint: Path) -> None:
+    def widen(columns: dict[str, np.ndarray[Any, Any]]) -> None:
+        columns["fragment.offset"] = np.zeros((2, 40), dtype=np.uint8)
+        columns["fragment.length"] = np.full((2, 40), (1 << 63) - 1, dtype=np.uint64)
+
+    reindex(checkpoint, widen)
+    with pytest.raises(FormatError, match="lies outside"):
+        ucformat.open(str(checkpoint))
+
+
+def test_fragments_in_any_order_of_tensors_are_read_and_shared_bytes_are_found(checkpoint: Path) -> None:
+    def swap(columns: dict[str, np.ndarray[Any, Any]]) -> None:
+        columns["fragment.start"] = columns["fragment.start"][::-1].copy()
+
+    reindex(checkpoint, swap)
+    assert ucformat.open(str(checkpoint)).keys() == {"model/v", "model/w"}
+
+    def share(columns: dict[str, np.ndarray[Any, Any]]) -> None:
+        columns["fragment.start"][0] = columns["fragment.start"][1] + 4
+
+    reindex(checkpoint, share)
+    with pytest.raises(FormatError, match=r"'model/w' and 'model/v' share bytes"):
+        ucformat.open(str(checkpoint))

@@ -17,7 +17,7 @@ from ucformat.box import Box, Ints
 from ucformat.catalog import Catalog, FragmentTable, row_major
 from ucformat.errors import CoverageError, OverlapError, UnsupportedError
 
-PAIRS = 1 << 20  # fragment pairs matched at a time: bounds the planner's memory
+PAIRS = 1 << 16  # fragment pairs matched at a time: bounds the planner's memory, and stays in the cache
 EXPANDED_BYTES = 1 << 30  # a new tensor of more is made only where about as much is stored
 _EXPANDED_TIMES = 16
 TASK_BYTES = 8 << 20  # file bytes per read: long enough for full disk speed, short enough to spread over threads
