@@ -18,6 +18,8 @@ import torch
 from tests.campaigns.damage import Damage
 from tests.campaigns.faults import Faults
 from tests.campaigns.fuzz import Fuzz, Pickles, pickle_seeds
+from tests.campaigns.hosts import HostLosses
+from tests.campaigns.injuries import Injuries
 from tests.campaigns.kills import Kills
 from tests.campaigns.objects import Objects
 from tests.campaigns.races import Races
@@ -26,7 +28,17 @@ from tests.campaigns.tally import HEAD
 from tests.campaigns.worker import Trial, run
 from tests.campaigns.writing import Writing
 
-SHARES = {"kills": 0.25, "damage": 0.25, "fuzz": 0.1, "pickles": 0.05, "faults": 0.1, "races": 0.1, "objects": 0.15}
+SHARES = {
+    "kills": 0.2,
+    "damage": 0.2,
+    "fuzz": 0.1,
+    "pickles": 0.05,
+    "faults": 0.1,
+    "races": 0.05,
+    "objects": 0.1,
+    "injuries": 0.1,
+    "hosts": 0.1,
+}
 """Campaign → its part of the time."""
 
 
@@ -47,6 +59,8 @@ def campaigns(work: Path) -> dict[str, Callable[[], Trial]]:
         "faults": lambda: Faults(writing(), folder("faults")),
         "races": lambda: Races(writing(), folder("races")),
         "objects": lambda: Objects(folder("objects")),
+        "injuries": lambda: Injuries(folder("injuries")),
+        "hosts": lambda: HostLosses(folder("hosts")),
     }
 
 

@@ -117,7 +117,13 @@ class Room:
 
     def hear_until(self, until: float) -> None:
         """Hear what becomes of all versions that this rank has told of, or what is known of them at a time (monotonic)."""
-        while (self.votes.waits or (self.protector is not None and self.protector.pending)) and now() < until:
+        while self.votes.waits and now() < until:
+            self.hear()
+            time.sleep(POLL_S)
+
+    def protect_until(self, until: float) -> None:
+        """Wait until it is known of every version of this rank whether it is protected, or until a time (monotonic)."""
+        while self.protector is not None and self.protector.pending and now() < until:
             self.hear()
             time.sleep(POLL_S)
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ucformat.snapshot.schedule.timed_stage import TimedStage
 
 CLOSE_S = 60.0  # that `close` waits for a slot for the version in hand
+SERVE_S = 10.0  # as long where versions are protected
 TELL_S = 2.0  # that `close` waits to hear from the other ranks of the last version
 OnError = Literal["skip", "raise"]
 
@@ -254,7 +255,9 @@ class Snapshotter:
             self.deadline()
             self.wait()
             if self._room is not None:
-                self._room.hear_until(now() + (TELL_S if self._room.protector is None else CLOSE_S))
+                self._room.protect_until(now() + CLOSE_S)
+                # others may still read here for their parity
+                self._room.hear_until(now() + (TELL_S if self._room.protector is None else SERVE_S))
             self._collect()
 
     # -- a snapshot ----------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaigns.injuries import injure
 from tests.checkpoints import flip
 from tests.snapshot.rigs.hosts import MemoryHosts, restore_on
 from tests.snapshot.rigs.parts import Part
-from ucformat.errors import ChecksumError, NotACheckpointError, UcformatError
+from ucformat.errors import ChecksumError, NotACheckpointError
 from ucformat.snapshot.restore import Restored
 
 
@@ -115,74 +116,10 @@ def test_what_is_damaged_in_every_way_raises(tmp_path: Path) -> None:
         restore_on(tmp_path, [0, 1])
 
 
-# -- seeds ---------------------------------------------------------------------------------------------------------------
+# -- seeds: `python -m tests.campaigns --only injuries` tries more ----------------------------------------------------
 
 
-def injured(place: Path, chance: random.Random) -> tuple[list[int], int | None]:
-    """A job whose memory was hurt; hosts that are left, and the newest version that is still protected if any is."""
-    hosts = chance.choice([[0, 1, 2], [0, 1, 2, 3], [0, 0, 1, 1, 2, 2], [0, 1]])
-    memory = MemoryHosts(place, hosts, chance.choice([2, 3, 8]))
-    ranks = range(memory.world)
-    memory.take(1)
-    memory.protect()
-    whole = 1
-    for step in (2, 3):  # how far the next versions came
-        some = chance.sample(ranks, chance.randint(0, memory.world)) if chance.random() < 0.4 else list(ranks)
-        memory.take(step, some)
-        if len(some) < memory.world:
-            break
-        some = chance.sample(ranks, chance.randint(0, memory.world)) if chance.random() < 0.4 else list(ranks)
-        memory.protect(some)
-        if len(some) == memory.world:
-            whole = step
-        else:
-            break
-    memory.close()
-    left = sorted(set(hosts))
-    if chance.random() < 0.7:
-        gone = chance.choice(left)
-        lose(place, gone)
-        left.remove(gone)
-        return left, whole
-    files = sorted(path for path in place.rglob("*") if path.suffix in (".safetensors", ".xor", ".json") and path.stat().st_size)
-    path = chance.choice(files)
-    flip(path, chance.randrange(path.stat().st_size))
-    return left, whole
-
-
-def assert_nothing_is_made_up(place: Path, seed: int) -> None:
-    """After one injury: the newest protected version or a newer one, bit for bit."""
-    chance = random.Random(seed)
-    left, whole = injured(place, chance)
-    world = chance.randint(1, 4)
-    places = [left[i % len(left)] for i in range(max(world, len(left)))]
-    found = restore_on(place, places, chance.randint(0, 1))
-    steps = {restored.step if restored else None for restored, _ in found}
-    assert len(steps) == 1, seed
-    step = steps.pop()
-    assert step is not None, seed
-    assert whole is None or step >= whole, seed
-    assert all(part.is_of(step) for _, part in found), seed
-
-
-def test_one_injury_of_any_kind_costs_no_protected_version(tmp_path: Path) -> None:
-    for seed in range(12):
-        assert_nothing_is_made_up(tmp_path / str(seed), seed)
+def test_injuries_cost_no_protected_version_and_nothing_is_made_up(tmp_path: Path) -> None:
+    for seed in range(20):
+        assert injure(tmp_path / str(seed), random.Random(seed)) == "", seed
         shutil.rmtree(tmp_path / str(seed))
-
-
-def test_many_injuries_give_a_right_state_or_an_error(tmp_path: Path) -> None:
-    for seed in range(12):
-        place, chance = tmp_path / str(seed), random.Random(seed)
-        left, _ = injured(place, chance)
-        for _ in range(3):
-            files = sorted(path for path in place.rglob("*") if path.suffix in (".safetensors", ".xor", ".json"))
-            path = chance.choice(files)
-            if path.stat().st_size:
-                flip(path, chance.randrange(path.stat().st_size))
-        try:
-            found = restore_on(place, left)
-        except UcformatError:
-            continue
-        assert all(restored is None or part.is_of(restored.step) for restored, part in found), seed
-        shutil.rmtree(place)

@@ -39,3 +39,32 @@ class Part:
             self.tensor.copy_(self.expected(step))
             self.state["step"] = step
             snap.take(step)
+
+
+LAYERS = 6
+
+
+class Layered(Part):
+    """Beside the dealt out tensor, one that all ranks have, and layers of which each rank has some, as stages of a pipeline."""
+
+    def __init__(self, group: Group, dim: int) -> None:
+        super().__init__(group, dim)
+        self.bias = torch.zeros(100)
+        self.layers = {i: torch.zeros(50 + i, 64) for i in range(LAYERS) if i * group.size // LAYERS == group.rank}
+        self.state["model"].update({"b": self.bias, **{f"l{i}": tensor for i, tensor in self.layers.items()}})
+        self._fill(0)
+
+    def _fill(self, step: int) -> None:
+        self.bias.fill_(step)
+        for i, tensor in self.layers.items():
+            tensor.fill_(step * 10 + i)
+
+    def is_of(self, step: int) -> bool:
+        layers = all(bool((tensor == step * 10 + i).all()) for i, tensor in self.layers.items())
+        return super().is_of(step) and layers and bool((self.bias == step).all())
+
+    def train(self, snap: Snapshotter, *steps: int) -> None:
+        for step in steps:
+            snap.deadline()
+            self._fill(step)
+            super().train(snap, step)
