@@ -7,18 +7,25 @@ in a long-running program; memory counts from the start of the process.
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks import disk
 from benchmarks.report import peak_mb
+from ucformat.storage.store import Reader
 
 Job = Callable[..., object]
+Buffer = NDArray[np.uint8]
+_BUFFERS = 6  # between the thread that reads and the one that writes
 
 
 def nothing() -> None:
@@ -33,6 +40,46 @@ def copy(source: str, target: str) -> None:
     else:
         shutil.copyfile(source, target)
     disk.sync(Path(target))
+
+
+def limit() -> Job:
+    """The limit of a conversion: one thread reads as our loads do, one writes as our saves do, and nothing in between."""
+    from ucformat.containers.file_image import CHUNK_BYTES
+    from ucformat.storage.local import LocalStore, aligned
+
+    def run(source: str, target: str) -> None:
+        place = Path(source)
+        old = LocalStore(str(place if place.is_dir() else place.parent))
+        new = LocalStore(target)
+        free: queue.Queue[Buffer] = queue.Queue()
+        for _ in range(_BUFFERS):
+            free.put(aligned(CHUNK_BYTES))
+        for path in list(old.files()) if place.is_dir() else [place.name]:
+            size = old.size(path)
+            full: queue.Queue[tuple[int, Buffer, int] | None] = queue.Queue()
+            with old.reader(path) as reader, new.writer(path, size) as writer, ThreadPoolExecutor(1) as pool:
+                read = pool.submit(_read, reader, size, free, full)
+                while (item := full.get()) is not None:
+                    at, buffer, count = item
+                    writer.write(at, buffer[:count])
+                    free.put(buffer)
+                read.result()
+
+    return run
+
+
+def _read(reader: Reader, size: int, free: queue.Queue[Buffer], full: queue.Queue[tuple[int, Buffer, int] | None]) -> None:
+    try:
+        at = 0
+        while at < size:
+            buffer = free.get()
+            count = min(len(buffer), size - at)
+            reader.read_into(at, buffer[:count])
+            reader.drop_cached(at, count)
+            full.put((at, buffer, count))
+            at += count
+    finally:
+        full.put(None)
 
 
 def convert() -> Job:
@@ -62,6 +109,7 @@ def main() -> None:
     jobs: dict[str, Callable[[], Job]] = {
         "nothing": lambda: nothing,
         "copy": lambda: copy,
+        "limit": limit,
         "convert": convert,
         "dcp_to_torch_save": dcp_to_torch_save,
     }

@@ -32,7 +32,7 @@ RATIOS = {
         "reshard_vs_plain",
         "save_vs_safetensors",
     },
-    "convert": {"memory_vs_dcp", "hf_to_native_vs_copy"},
+    "convert": {"memory_vs_dcp", "hf_to_native_vs_cp"},
     "tiny": {"save_vs_dcp", "load_vs_dcp", "size_vs_dcp", "save_vs_safetensors"},
     "snapshot": {"exposed_vs_dcp_async", "exposed_vs_dcp_best"},
     "snapshot_gpu": set(),  # nothing without a device

@@ -10,6 +10,7 @@ them (`any_rank`, `maximum`), and let objects that many of them have alike trave
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -270,6 +271,8 @@ def first_of_each(rows: NDArray[np.int64]) -> list[int]:
 
 def current(process_group: dist.ProcessGroup | None = None) -> Group:
     """The given or default process group when torch.distributed is initialised, else a single process."""
+    if "torch" not in sys.modules:  # then nobody has initialised it
+        return Group()
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -16,6 +16,8 @@ from ucformat.catalog import Catalog
 from ucformat.errors import UnsupportedError
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
+MASTER = "fp32"
+"""The state of a parameter that is its master weight, which torch's own optimizers do not keep."""
 FILE_METADATA = "hf_metadata"
 """Top-level key of the value tree for what the header of safetensors files says beside their tensors (strings by key; those of
 a folder in a dict under its name and `/`). It describes files rather than state: no selection drops it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,17 +57,18 @@ def test_an_image_is_written_as_planned(
     assert digests.tolist() == [digest("xxh3-64", found[at : at + (64 << 10)]) for at in blocks]
 
 
-@given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 3000))
+@given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 3000), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
-def test_a_stream_gives_every_piece_in_order(sizes: list[int], chunk: int) -> None:
+def test_a_stream_gives_every_piece_in_order(sizes: list[int], chunk: int, threads: int) -> None:
     contents = [_content(i, n) for i, n in enumerate(sizes)]
     got = [b""] * len(sizes)
     last = 0
-    for piece, start, data in stream(sizes, _fill_from(contents), chunk):
-        assert piece >= last
-        assert start == len(got[piece])
-        got[piece] += data.tobytes()
-        last = piece
+    for part in stream(sizes, _fill_from(contents), chunk, threads):
+        assert part.piece >= last
+        assert part.start == len(got[part.piece])
+        assert part.crc == zlib.crc32(part.data.data)
+        got[part.piece] += part.data.tobytes()
+        last = part.piece
     assert got == [content.tobytes() for content in contents]
 
 

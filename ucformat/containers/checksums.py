@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import bisect
 import threading
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import xxhash
+from zlib_ng import zlib_ng
 
 from ucformat.box import Ints
 from ucformat.catalog import Algorithm, Checks
 from ucformat.storage.store import Bytes, Sheet
+
+crc32, crc32_combine = zlib_ng.crc32, zlib_ng.crc32_combine
+"""Three times as fast as zlib's; of a + b from those of a and b, and the length of b in bytes."""
 
 BLOCK_BYTES = 256 << 10  # small enough that a slice verifies little more than itself, long enough to hash at full speed
 
@@ -24,7 +26,7 @@ def digest(algorithm: Algorithm, *parts: Bytes) -> int:
     if algorithm == "crc32":
         crc = 0
         for part in parts:
-            crc = zlib.crc32(memoryview(part), crc)
+            crc = crc32(memoryview(part), crc)
         return crc
     if len(parts) == 1:
         return int(xxhash.xxh3_64_intdigest(memoryview(parts[0])))
@@ -120,7 +122,7 @@ class Ledger:
             if int(checks.start[i]) >= stop:
                 break
             for part in self._claim(i, low, high) if low < high else ():
-                crc = zlib.crc32(memoryview(data[part.start - start : part.stop - start]))
+                crc = crc32(memoryview(data[part.start - start : part.stop - start]))
                 if not self._note(i, part, crc) and wrong is None:
                     wrong = i
         return wrong
@@ -173,35 +175,3 @@ class Ledger:
             del self._parts[index]
             self._done.add(index)
         return whole.crc == int(self._checks.digest[index])
-
-
-def crc32_combine(first: int, second: int, size: int) -> int:
-    """crc32 of a + b from those of a and b, where `size` is the length of b in bytes."""
-    return _times(_zeros(size), first) ^ second
-
-
-@lru_cache(maxsize=64)  # parts come in a few sizes only
-def _zeros(size: int) -> tuple[int, ...]:
-    """The GF(2) matrix that advances a crc32 over `size` zero bytes."""
-    power = [0xEDB88320, *(1 << n for n in range(31))]  # one zero bit: the reflected polynomial, then shifts
-    for _ in range(3):
-        power = [_times(power, row) for row in power]
-    total = [1 << n for n in range(32)]
-    while size:
-        if size & 1:
-            total = [_times(power, row) for row in total]
-        size >>= 1
-        if size:
-            power = [_times(power, row) for row in power]
-    return tuple(total)
-
-
-def _times(matrix: Sequence[int], vector: int) -> int:
-    total = 0
-    for row in matrix:
-        if not vector:
-            break
-        if vector & 1:
-            total ^= row
-        vector >>= 1
-    return total

@@ -7,8 +7,9 @@ Whoever has the bytes gives a `Fill`: live tensors when saving, a read plan when
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -21,7 +22,8 @@ from ucformat.containers import checksums
 from ucformat.storage.local import aligned
 from ucformat.storage.store import Bytes, Writer
 
-CHUNK_BYTES = 2 << 20  # filled, hashed and written while it is in the cache; longer ones are not faster
+CHUNK_BYTES = 4 << 20  # filled, hashed and written while it is in the cache; shorter ones cost conversions more planning
+AHEAD = 3  # chunks that are ready, or nearly, for when the disk takes them faster than they come
 STREAM_ALIGN = 64  # bytes; pieces that share a chunk start at multiples of it, so that any dtype can be viewed in place
 
 
@@ -174,30 +176,48 @@ def write_image(
     return digests
 
 
-def stream(sizes: Sequence[int], fill: ByteSource, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, Bytes]]:
-    """The bytes of pieces 0, 1, … in order, for writers that append: (piece, start within it, bytes).
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Bytes of a piece, for writers that append."""
 
-    The next chunk is filled on a thread while the caller uses this one; bytes are valid until the next are taken.
-    Small pieces share a chunk and one call of `fill`. Empty pieces yield nothing.
+    piece: int
+    start: int
+    """Within the piece."""
+    data: Bytes
+    """Valid until the next are taken."""
+    crc: int
+    """Their crc32."""
+
+
+def stream(
+    sizes: Sequence[int], fill: ByteSource, chunk_bytes: int = CHUNK_BYTES, threads: int | None = None
+) -> Iterator[Filled]:
+    """The bytes of pieces 0, 1, … in order, while `threads` (this process's share of the cores) fill and hash the next ones.
+
+    Small pieces share a chunk and one call of `fill`. Empty pieces yield nothing. Memory: a chunk per thread, and `AHEAD` more.
     """
     batches = _batches(sizes, chunk_bytes)
-    buffers = (aligned(chunk_bytes), aligned(chunk_bytes))
+    threads = min(process.share() if threads is None else threads, max(1, len(batches)))
+    ahead = threads + AHEAD
+    buffers = [aligned(chunk_bytes) for _ in range(min(ahead + 1, len(batches)))]
 
-    def ask(number: int) -> list[ByteRequest]:
-        buffer = buffers[number % 2]
+    def ask(number: int) -> list[Filled]:
+        buffer = buffers[number % len(buffers)]
         parts = [ByteRequest(piece, start, stop, buffer[at : at + stop - start]) for piece, start, stop, at in batches[number]]
         fill(parts)
-        return parts
+        return [Filled(part.piece, part.start, part.out, checksums.crc32(part.out.data)) for part in parts]
 
-    with ThreadPoolExecutor(1, thread_name_prefix="ucf-stream") as pool:
-        waiting: Future[list[ByteRequest]] | None = pool.submit(ask, 0) if batches else None
-        for number in range(len(batches)):
-            assert waiting is not None
-            parts = waiting.result()
-            if number + 1 < len(batches):
-                waiting = pool.submit(ask, number + 1)
-            for part in parts:
-                yield part.piece, part.start, part.out
+    with ThreadPoolExecutor(threads, thread_name_prefix="ucf-stream") as pool:
+        waiting = deque(pool.submit(ask, number) for number in range(min(ahead, len(batches))))
+        try:
+            for number in range(len(batches)):
+                parts = waiting.popleft().result()
+                if number + ahead < len(batches):
+                    waiting.append(pool.submit(ask, number + ahead))
+                yield from parts
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def _batches(sizes: Sequence[int], chunk_bytes: int) -> list[list[tuple[int, int, int, int]]]:

@@ -11,7 +11,6 @@ import io
 import math
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ucformat.containers.checksums import crc32, crc32_combine
+from ucformat.containers.file_image import Filled
 from ucformat.dtypes import DTYPES
 from ucformat.lazy_torch import torch
 from ucformat.storage.store import Bytes
@@ -148,10 +149,11 @@ class RecordWriter:
         self._emit(struct.pack("<4s5H3I2H", b"PK\x03\x04", 0, _FLAGS, 0, 0, _DATE, 0, 0, 0, len(path), len(extra)) + path + extra)
         self._open = _Written(path, header, size, 0)
 
-    def append(self, data: Bytes) -> None:
-        """The next bytes of the open record."""
+    def append(self, data: Bytes, crc: int | None = None) -> None:
+        """The next bytes of the open record, and their crc32 if it is known."""
         assert self._open is not None
-        crc = zlib.crc32(data.data, self._open.crc)
+        before = self._open.crc
+        crc = crc32(data.data, before) if crc is None else crc32_combine(before, crc, len(data))
         self._open = _Written(self._open.name, self._open.header, self._open.size, crc)
         if len(data) < _BUFFER_BYTES:
             self._emit(data.tobytes())
@@ -161,18 +163,16 @@ class RecordWriter:
             self._put(self._at, data)
         self._at += len(data)
 
-    def add_stream(
-        self, name: str, size: int, chunks: Iterator[tuple[int, int, Bytes]], told: Callable[[int], None] | None
-    ) -> None:
-        """A whole record of `size` bytes, from the next of `chunks` (see `image.stream`); `told` hears of each one's bytes."""
+    def add_stream(self, name: str, size: int, chunks: Iterator[Filled], on_bytes: Callable[[int], None] | None) -> None:
+        """A whole record of `size` bytes, from the next of `chunks` (see `file_image.stream`)."""
         self.begin(name, size)
         left = size
         while left:
-            _, _, data = next(chunks)
-            self.append(data)
-            left -= len(data)
-            if told is not None:
-                told(len(data))
+            part = next(chunks)
+            self.append(part.data, part.crc)
+            left -= len(part.data)
+            if on_bytes is not None:
+                on_bytes(len(part.data))
         self.end()
 
     def skip(self) -> None:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch.distributed as dist
 
 from ucformat import formats
 from ucformat.box import Box
@@ -37,6 +37,9 @@ from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.selection.mesh_layout import MeshLayout, cut, parse
 from ucformat.reshard.selection.precision import Precision, converted, dtype_of, is_kept
 from ucformat.reshard.selection.select import Chosen, choose
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _LOG = logging.getLogger(__name__)
 

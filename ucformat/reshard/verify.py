@@ -6,7 +6,6 @@ Memory is bounded: files are read in steps on a few threads.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -179,5 +178,5 @@ def _crc(reader: Reader, start: int, stop: int, buffer: Bytes) -> int:
     for at in range(start, stop, len(buffer)):
         data = buffer[: min(len(buffer), stop - at)]
         reader.read_into(at, data)
-        crc = zlib.crc32(data.data, crc)
+        crc = sums.crc32(data.data, crc)
     return crc

@@ -13,11 +13,11 @@ from ucformat.containers.zip_write import OutgoingObject
 from ucformat.errors import UnsupportedError
 from ucformat.formats.target import WriteJob, shorten
 from ucformat.lazy_torch import torch
+from ucformat.naming import MASTER
 from ucformat.values import bytes_io
 from ucformat.values.codec import Opaque, RankLocal
 from ucformat.values.tree import split_name
 
-MASTER = "fp32"
 VERSION = "0.19.8"
 """The release of DeepSpeed whose files are written, where the checkpoint does not say by which it was made."""
 _PLAIN = (bool, int, float, str, type(None))

@@ -19,7 +19,6 @@ from ucformat.errors import UnsupportedError
 from ucformat.formats import tagged
 from ucformat.formats.deepspeed.experts import is_expert
 from ucformat.formats.deepspeed.run_state import (
-    MASTER,
     VERSION,
     RunState,
     Tensor,
@@ -35,6 +34,7 @@ from ucformat.formats.staging import publish
 from ucformat.formats.target import Companions, WriteJob, shorten
 from ucformat.formats.torchfile import PADDING, Leaves, Range, TorchSaved, write_file
 from ucformat.lazy_torch import torch
+from ucformat.naming import MASTER
 from ucformat.storage.store import Store
 
 OPTIONS = frozenset({"stage", "dp"})

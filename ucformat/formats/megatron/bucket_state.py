@@ -15,13 +15,14 @@ from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.megatron import stage
 from ucformat.formats.megatron.buffers import Local, Placed, buffers, in_buckets
 from ucformat.formats.megatron.evidence import agree
-from ucformat.formats.megatron.flat_state import MASTER, is_parameter
+from ucformat.formats.megatron.flat_state import is_parameter
 from ucformat.formats.megatron.joins import EMBEDDING, OUTPUT
 from ucformat.formats.megatron.names import expert_of
 from ucformat.formats.megatron.ranks import Opened
 from ucformat.formats.megatron.registration import Order, orders
 from ucformat.formats.megatron.settings import Settings
 from ucformat.formats.megatron.stage import Sizes
+from ucformat.naming import MASTER
 from ucformat.views import View
 
 _KEY = re.compile(

@@ -16,11 +16,11 @@ from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, read_metadata
 from ucformat.formats.megatron import beside, bucket_state, keys
 from ucformat.formats.megatron.evidence import differing
-from ucformat.formats.megatron.flat_state import MASTER
 from ucformat.formats.megatron.groups import add_groups
 from ucformat.formats.megatron.ranks import Opened
 from ucformat.formats.megatron.settings import Settings
 from ucformat.formats.target import shorten
+from ucformat.naming import MASTER
 from ucformat.pickles.unpickle import RefusedTensor, StoredTensor, to_values
 from ucformat.storage.store import Store
 from ucformat.values.codec import RankLocal

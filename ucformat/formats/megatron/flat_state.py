@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from ucformat.formats.megatron.joins import Shard
 from ucformat.views import View
 
-MASTER = "fp32"
 _BUFFERS = ("expert_bias", "inv_freq", "local_tokens_per_expert")
 """Entries of a state dict that are no parameters."""
 

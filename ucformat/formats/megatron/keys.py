@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from ucformat.errors import FormatError
 from ucformat.formats.megatron import names
+from ucformat.naming import MASTER
 from ucformat.views import View, concat
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+?)\.(?P<key>.+)", re.DOTALL)
-_MASTER = {"param": "fp32", "fp32_param": "fp32", "master_param": "fp32"}  # kinds of state that are the master weight
+_MASTER = {"param": MASTER, "fp32_param": MASTER, "master_param": MASTER}  # kinds of state that are the master weight
 _STACKED = re.compile(r"(?P<stack>(?:.*?\.)?layers)\.(?!\d+\.)(?P<rest>.+)", re.DOTALL)
 _EXPERTS = re.compile(r"(?P<before>.*\bmlp\.experts)\.experts\.(?!\d+\.)(?P<rest>.+)", re.DOTALL)
 _ONE_EXPERT = re.compile(r"(?P<before>.*\bmlp\.experts)\.experts\.(?P<expert>\d+)\.(?P<rest>.+)", re.DOTALL)

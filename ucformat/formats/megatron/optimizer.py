@@ -10,13 +10,14 @@ from ucformat.errors import FormatError, UnsupportedError
 from ucformat.formats.megatron import names
 from ucformat.formats.megatron.buffers import Local, Placed, buffers, coalesced, in_buckets
 from ucformat.formats.megatron.evidence import agree
-from ucformat.formats.megatron.flat_state import MASTER, FlatState, is_parameter
+from ucformat.formats.megatron.flat_state import FlatState, is_parameter
 from ucformat.formats.megatron.grid import Grid
 from ucformat.formats.megatron.joins import EMBEDDING, OUTPUT, Join, Joins, Shard
 from ucformat.formats.megatron.plain_state import add_plain
 from ucformat.formats.megatron.ranks import Opened, RankFile
 from ucformat.formats.megatron.settings import Settings
 from ucformat.lazy_torch import torch
+from ucformat.naming import MASTER
 from ucformat.pickles.unpickle import StoredTensor
 from ucformat.views import View
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ucformat.formats.megatron.evidence import agree
-from ucformat.formats.megatron.flat_state import MASTER, FlatState, is_parameter
+from ucformat.formats.megatron.flat_state import FlatState, is_parameter
 from ucformat.formats.megatron.groups import assigned
 from ucformat.formats.megatron.joins import Joins, Shard
 from ucformat.formats.megatron.names import STACKED_EXPERTS, expert_of
 from ucformat.formats.megatron.ranks import Opened, RankFile
+from ucformat.naming import MASTER
 from ucformat.pickles.unpickle import StoredTensor
 
 MASTERS = "fp32_from_fp16_params"

@@ -18,7 +18,6 @@ from ucformat.formats import tagged
 from ucformat.formats.deepspeed.optim import mapping
 from ucformat.formats.deepspeed.placement import Rules
 from ucformat.formats.deepspeed.run_state import (
-    MASTER,
     VERSION,
     RunState,
     Tensor,
@@ -32,6 +31,7 @@ from ucformat.formats.staging import publish
 from ucformat.formats.target import Companions, WriteJob, shorten
 from ucformat.formats.torchfile import Leaves, Range, TorchSaved, write_file
 from ucformat.formats.ucp.folder import GLOBAL, NAME, POINTER, STATE
+from ucformat.naming import MASTER
 from ucformat.storage.store import Store
 
 _MODEL = "mp_rank_00_model_states.pt"

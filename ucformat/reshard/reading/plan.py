@@ -62,8 +62,7 @@ class ReadPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the wanted boxes that are read."""
-        size = np.array([spec.kind.itemsize for spec in self.catalog.tensors], dtype=np.int64)
-        return int((boxes.volumes(self.length) * size[self.wants.tensor[self.want]]).sum()) if len(self.want) else 0
+        return int((boxes.volumes(self.length) * _itemsizes(self.catalog, self.wants)[self.want]).sum())
 
 
 def refuse_expanded(catalog: Catalog, wanted: Wants) -> None:
@@ -72,8 +71,7 @@ def refuse_expanded(catalog: Catalog, wanted: Wants) -> None:
     For what is to become new tensors or files; memory that is there already may be filled.
     """
     table = catalog.fragments
-    size = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.float64)
-    nbytes = np.prod(wanted.length, axis=1, dtype=np.float64) * (size[wanted.tensor] if len(wanted) else 1.0)
+    nbytes = np.prod(wanted.length, axis=1, dtype=np.float64) * _itemsizes(catalog, wanted)
     for index in np.flatnonzero(nbytes > EXPANDED_BYTES):
         tensor = int(wanted.tensor[index])
         rows = table.rows(tensor)
@@ -81,6 +79,11 @@ def refuse_expanded(catalog: Catalog, wanted: Wants) -> None:
         if nbytes[index] > _EXPANDED_TIMES * stored > 0:
             why = f"an expanded view of {stored:,.0f} stored bytes that would take {nbytes[index]:,.0f}: read slices of it"
             raise UnsupportedError(f"{catalog.url}: {catalog.tensors[tensor].name}", why)
+
+
+def _itemsizes(catalog: Catalog, wanted: Wants) -> NDArray[np.int64]:
+    """Of each want. Not of all tensors: conversions plan for a few bytes at a time."""
+    return np.array([catalog.tensors[i].kind.itemsize for i in wanted.tensor.tolist()], dtype=np.int64)
 
 
 def wants(catalog: Catalog, wanted: Iterable[tuple[str, Box | None]]) -> Wants:
@@ -238,8 +241,7 @@ def _place(
 ) -> ReadPlan:
     """Where each piece lies in its file."""
     table = catalog.fragments
-    itemsize = np.array([spec.kind.itemsize for spec in catalog.tensors], dtype=np.int64)
-    size = itemsize[table.tensor[fragment]] if len(fragment) else np.empty(0, dtype=np.int64)
+    size = _itemsizes(catalog, wanted)[want]
     stride = table.strides(fragment)
     start = table.start[fragment] + ((offset - table.offset[fragment]) * stride).sum(axis=1) * size
     span = ((length - 1) * stride).sum(axis=1) + 1

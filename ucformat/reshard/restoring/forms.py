@@ -12,8 +12,9 @@ import torch
 
 from ucformat.catalog import TensorSpec
 from ucformat.errors import ShapeMismatchError, UnsupportedError
+from ucformat.naming import MASTER
 from ucformat.reshard.state.module import Owned
-from ucformat.reshard.state.optimizer import MASTER, Named
+from ucformat.reshard.state.optimizer import Named
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucformat import formats
 from ucformat.catalog import Catalog, FragmentTable
-from ucformat.reshard.state.optimizer import MASTER
-from ucformat.reshard.state.walk import Piece
+from ucformat.naming import MASTER
 
+if TYPE_CHECKING:
+    from ucformat.reshard.state.walk import Piece
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 

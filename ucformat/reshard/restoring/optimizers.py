@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from ucformat import values
 from ucformat.catalog import TensorSpec
 from ucformat.errors import UnsupportedError
+from ucformat.naming import MASTER
 from ucformat.reshard.restoring import forms
 from ucformat.reshard.state.assign import Pending, assign, pending
 from ucformat.reshard.state.leaf import is_tensor
 from ucformat.reshard.state.module import Owned
-from ucformat.reshard.state.optimizer import EXTRA, GROUPS, MASTER, PARAMETERS, Named, has_nothing
+from ucformat.reshard.state.optimizer import EXTRA, GROUPS, PARAMETERS, Named, has_nothing
 
 OWN_CHOICES = frozenset({"foreach", "fused", "capturable"})
 """How the optimizer of this run computes, on its own device: loading does not change it."""

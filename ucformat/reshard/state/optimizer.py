@@ -28,7 +28,6 @@ RESERVED = frozenset({GROUPS, EXTRA})
 PARAMETERS = frozenset({"params", "param_names"})
 """What of a group is no hyper-parameter."""
 
-MASTER = "fp32"  # canonical name of master weights, which torch's own optimizers do not keep
 
 States = dict[int, dict[str, Any]]
 """By `id` of the parameter."""
