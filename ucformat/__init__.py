@@ -17,9 +17,10 @@ from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
     from ucformat.api import convert, load, prune, resume, save
-    from ucformat.look import diff, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
+    from ucformat.look import diff, fingerprint, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
     from ucformat.reshard.convert import ConvertReport
     from ucformat.reshard.diff import Diff, Difference
+    from ucformat.reshard.fingerprint import Fingerprint
     from ucformat.reshard.inspect import FileInfo, FragmentInfo, Inspection, TensorInfo
     from ucformat.reshard.load import LoadReport
     from ucformat.reshard.prune import Leftover
@@ -46,6 +47,7 @@ __all__ = [
     "latest",
     "verify",
     "diff",
+    "fingerprint",
     "inspect",
     "LoadReport",
     "ConvertReport",
@@ -54,6 +56,7 @@ __all__ = [
     "Damage",
     "Diff",
     "Difference",
+    "Fingerprint",
     "Inspection",
     "TensorInfo",
     "FragmentInfo",
@@ -80,11 +83,12 @@ __all__ = [
 __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(("convert", "load", "prune", "resume", "save"), "api"),
-    **dict.fromkeys(("diff", "inspect", "latest", "open", "steps", "verify"), "look"),
+    **dict.fromkeys(("diff", "fingerprint", "inspect", "latest", "open", "steps", "verify"), "look"),
     "LoadReport": "reshard.load",
     "ConvertReport": "reshard.convert",
     **dict.fromkeys(("Damage", "Verification"), "reshard.verify"),
     **dict.fromkeys(("Diff", "Difference"), "reshard.diff"),
+    "Fingerprint": "reshard.fingerprint",
     **dict.fromkeys(("FileInfo", "FragmentInfo", "Inspection", "TensorInfo"), "reshard.inspect"),
     "Leftover": "reshard.prune",
     "MeshLayout": "reshard.selection.mesh_layout",

@@ -5,14 +5,21 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ucformat import formats
 from ucformat.formats import native
+from ucformat.group import current
 from ucformat.reshard import diff as differences
+from ucformat.reshard import fingerprint as fingerprints
 from ucformat.reshard import inspect as inspecting
 from ucformat.reshard import verify as verifying
 from ucformat.reshard.reading.lazy import Checkpoint
+from ucformat.reshard.selection.select import expect_matches, narrow
 from ucformat.storage.open import open_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 StrPath = str | os.PathLike[str]
 """A local path or any fsspec URL."""
@@ -76,6 +83,28 @@ def diff(
     tolerance = differences.Tolerance(atol, rtol) if atol or rtol else None
     left, right = formats.open_catalog(os.fspath(a)), formats.open_catalog(os.fspath(b))
     return differences.diff(left, right, tolerance=tolerance, any_dtype=ignore_dtype, values=values, on_bytes=on_bytes)
+
+
+def fingerprint(
+    path: StrPath,
+    *,
+    step: int | None = None,
+    select: Sequence[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> fingerprints.Fingerprint:
+    """A digest of each tensor that is the same in every format and layout, defined in specs/fingerprint.md.
+
+    Compares checkpoints that lie far apart: `a.differences(b.tensors)` are the names that differ. Every rank of `process_group`
+    calls it and reads a share of the tensors; all get the whole. `select`: globs of names. `on_bytes` is called with the number
+    of bytes that this rank has just read.
+
+    Raises what `open` raises, and CoverageError, ChecksumError, FormatError and StorageError while reading; RankFailedError.
+    """
+    group = current(process_group)
+    catalog = formats.open_catalog(os.fspath(path), checked_step(step))
+    expect_matches(select, [catalog], os.fspath(path))
+    return fingerprints.fingerprint(narrow(catalog, select, ()), group, on_bytes)
 
 
 def checked_step(step: object) -> int | None:
