@@ -78,6 +78,21 @@ assert "torch" not in sys.modules
     assert "ok: 3 tensors" in out
 
 
+def test_between_hugging_face_and_native_nothing_is_imported_that_the_pair_does_not_need(tmp_path: Path) -> None:
+    model = {"w": torch.arange(12.0).reshape(3, 4).to(torch.bfloat16)}
+    safetensors.torch.save_file(model, tmp_path / "model.safetensors", {"format": "pt"})
+    program = """
+from ucformat.cli.app import run
+path = sys.argv[1]
+assert run([path + "/model.safetensors", path + "/native", "--to", "native"]) == 0
+assert run([path + "/native", path + "/hf", "--to", "hf"]) == 0
+others = {"torch", "fsspec", "asyncio", "ucformat.formats.deepspeed.reader", "ucformat.formats.megatron.distributed"}
+assert not others & set(sys.modules), others & set(sys.modules)
+"""
+    run(program, tmp_path)
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")["w"], model["w"])
+
+
 def test_arrays_hold_the_bits_that_tensors_hold_and_the_same_numbers() -> None:
     catalog = ucformat.open(GOLDEN / "dtypes" / "checkpoint").catalog
     for spec in catalog.tensors:

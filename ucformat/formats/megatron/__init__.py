@@ -1,6 +1,7 @@
 """Reader of Megatron-LM and Megatron-core checkpoints, without Megatron: legacy `mp_rank_*` folders, and `torch_dist`.
 
-Parameters have the names and shapes that they have in the whole model on one rank (see `names`).
+Parameters have the names and shapes that they have in the whole model on one rank (see `names`). What reads them is imported once
+a checkpoint is one of these: every conversion asks whether it is.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from ucformat.catalog import Catalog
 from ucformat.errors import MissingFileError, NotACheckpointError, UcformatError, UnsupportedError
 from ucformat.formats.contract import Reader, Writer
 from ucformat.formats.megatron.beside import BOOKKEEPING
-from ucformat.formats.megatron.distributed import open_distributed
 from ucformat.formats.megatron.folders import find
-from ucformat.formats.megatron.legacy import open_legacy
 from ucformat.formats.megatron.writer import owned_files, prepare, takes, write
 from ucformat.formats.source import Source
 
@@ -40,9 +39,13 @@ def open_catalog(source: Source) -> Catalog:
     if place is None:
         raise NotACheckpointError(source.url, "no Megatron checkpoint in it")
     if place.kind == "legacy":
+        from ucformat.formats.megatron.legacy import open_legacy
+
         return open_legacy(place.store)
     if place.backend != "torch_dist":
         raise UnsupportedError(source.url, f"a Megatron distributed checkpoint of kind {place.backend!r}; torch_dist is read")
+    from ucformat.formats.megatron.distributed import open_distributed
+
     return open_distributed(place.store)
 
 

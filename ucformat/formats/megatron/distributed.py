@@ -16,6 +16,7 @@ from ucformat.formats.dcp.items import Item, open_items
 from ucformat.formats.dcp.metadata import FILE, Chunk, Metadata, read_metadata
 from ucformat.formats.megatron import beside, bucket_state, keys
 from ucformat.formats.megatron.evidence import differing
+from ucformat.formats.megatron.folders import COMMON
 from ucformat.formats.megatron.groups import add_groups
 from ucformat.formats.megatron.ranks import Opened
 from ucformat.formats.megatron.settings import Settings
@@ -28,7 +29,6 @@ from ucformat.values.tree import join_name
 from ucformat.views import View
 
 ORIGIN = "megatron"
-COMMON = "common.pt"
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offset>[\d.]+)_(?P<shape>[\d.]+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer")
 _ROUNDED = frozenset({"F32", "F16", "BF16"})

@@ -13,6 +13,7 @@ from ucformat.storage.store import Store
 Kind = Literal["legacy", "distributed"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+COMMON = "common.pt"  # of a distributed checkpoint: what all ranks have alike
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/")
 ITERATION = re.compile(r"(?:iter_\d{7,}|release)/")

@@ -26,8 +26,7 @@ from ucformat.formats.contract import Owns
 from ucformat.formats.dcp.metadata import FILE
 from ucformat.formats.dcp.writer import Planned, metadata, place, tensor_items, value_item, write_share
 from ucformat.formats.megatron.beside import CANONICAL
-from ucformat.formats.megatron.distributed import COMMON
-from ucformat.formats.megatron.folders import ITERATION, TRACKER
+from ucformat.formats.megatron.folders import COMMON, ITERATION, TRACKER
 from ucformat.formats.megatron.names import LAYER, expert_of
 from ucformat.formats.source import Source
 from ucformat.formats.staging import publish
