@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import ucformat
 from ucformat.containers.envelope import seal
 from ucformat.errors import ConflictError, ExistsError, StorageError, UnsupportedError
-from ucformat.formats import beside, partial, staging
+from ucformat.formats import beside, ownership, partial, staging
 from ucformat.formats.target import WriteJob
 from ucformat.storage.fsspec_store import FsspecStore
 from ucformat.storage.open import open_store
@@ -297,6 +298,26 @@ def test_a_conversion_whose_marker_was_taken_away_puts_nothing_into_place(url: s
     with pytest.raises(ConflictError, match="abandoned"):
         publish(job(url), put(SHARD, "late"), commit)
     assert contents(url) == {}
+
+
+def test_a_conversion_that_lives_says_so_and_one_on_another_machine_is_dead_after_a_while(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "RENEW_S", 0.02)
+    attempt = partial.begin(open_store(url), overwrite=False)
+    folder = open_store(f"{url}/.partial")
+    attempt.renewal.change(created="2020-01-01T00:00:00+00:00", machine="another")
+    limit = time.monotonic() + 60
+    while ownership.markers(folder)[0].age_s > 60:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    with pytest.raises(ConflictError):
+        partial.begin(open_store(url), overwrite=False)
+    attempt.renewal.stop()
+    attempt.renewal.change(created="2020-01-01T00:00:00+00:00")
+    partial.begin(open_store(url), overwrite=False).discard()
+    with pytest.raises(ConflictError, match="abandoned"):
+        attempt.finish(LAST)
 
 
 def test_what_an_interrupted_conversion_staged_on_an_object_store_is_listed_and_removed_by_prune(url: str) -> None:

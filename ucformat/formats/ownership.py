@@ -54,7 +54,9 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     process: str = ""
     """Who has written it, where the system can tell later whether that process still lives (see `this_process`)."""
     created: str = ""
-    """UTC, ISO 8601."""
+    """UTC, ISO 8601; or when it was last renewed."""
+    lease_s: float = 0.0
+    """Above 0: its writer renews it more often than this, as long as it lives."""
 
     @property
     def path(self) -> str:
@@ -70,7 +72,7 @@ class Marker(msgspec.Struct, frozen=True, omit_defaults=True):
     def abandoned(self, store: Store) -> bool:
         """Whether it is old enough, if no living process is known to hold it."""
         if not store.holds:
-            return self.age_s >= ABANDONED_S or (self.machine == this_machine() and has_ended(self.process))
+            return self.age_s >= (self.lease_s or ABANDONED_S) or (self.machine == this_machine() and has_ended(self.process))
         return self.machine == this_machine() or self.age_s >= ELSEWHERE_S
 
 
@@ -154,11 +156,18 @@ class Claim:
 
 
 def begin(
-    store: Store, what: str, *, place: str = "", replaces: Sequence[str] = (), identity: str = "", token: str = ""
+    store: Store,
+    what: str,
+    *,
+    place: str = "",
+    replaces: Sequence[str] = (),
+    identity: str = "",
+    token: str = "",
+    lease_s: float = 0.0,
 ) -> Claim:
     """Put a marker there, and hold it. With a `token` that several processes share, each calls it. Raises StorageError."""
-    who = {"machine": this_machine(), "process": this_process(), "created": _now()}
-    marker = Marker(token or new_token(), what, place, tuple(replaces), identity, **who)
+    who = (this_machine(), this_process(), now())
+    marker = Marker(token or new_token(), what, place, tuple(replaces), identity, *who, lease_s)
     while True:
         store.put_if_absent(marker.path, seal(msgspec.json.encode(marker)))
         try:
@@ -234,5 +243,6 @@ def remove_all(store: Store, token: str, *, keep_folder: bool = False) -> None:
         store.remove_folder()
 
 
-def _now() -> str:
+def now() -> str:
+    """As markers say it."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

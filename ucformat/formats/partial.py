@@ -16,6 +16,7 @@ same moment at most one goes on.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from ucformat.formats import owned, ownership
 from ucformat.storage.store import Store
 
 PARTIAL = ".partial"
+LEASE_S = 900.0  # after which a marker that nobody renews is that of a dead process, wherever it ran
+RENEW_S = 60.0
 _COMMITS = ("ucf.json", ".metadata", ".index.json")  # ends of names of files without which a checkpoint is none
 _WEIGHTS = (".safetensors", ".bin", ".distcp")
 _COMPARED_BYTES = 8 << 20  # at a time
@@ -42,8 +45,11 @@ class Attempt:
     store: Store
     overwrite: bool
     claim: ownership.Claim
-    earlier: tuple[ownership.Marker, ...]
-    """Of interrupted attempts. They outlive a failure of this one: by them the next knows which files in the place are ours."""
+    renewal: _Renewal
+    again: bool
+    """Whether an interrupted one was there, so that files in the place may be ours: a failure of this one leaves its marker."""
+    replacing: tuple[ownership.Marker, ...]
+    """Of attempts that were interrupted while they replaced what was there: what they staged stays until the end."""
 
     @property
     def staging(self) -> Store:
@@ -61,7 +67,42 @@ class Attempt:
 
     def discard(self) -> None:
         """Remove what was staged. Never raises StorageError: that is not the news, and the next attempt clears up."""
-        self.claim.discard()
+        self.renewal.stop()
+        if not self.again:
+            self.claim.discard()
+            return
+        with suppress(StorageError):
+            self.staging.remove()
+            self.renewal.change(process="", created="")
+
+
+class _Renewal:
+    """The marker of an attempt, renewed by a thread as long as the process lives: others may be on other machines."""
+
+    def __init__(self, folder: Store, marker: ownership.Marker) -> None:
+        self.folder, self.marker = folder, marker
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._run, name="ucf-renew", daemon=True).start()
+
+    def change(self, **changes: object) -> None:
+        """Change what the marker says. Raises StorageError."""
+        with self._lock:
+            self.marker = msgspec.structs.replace(self.marker, **changes)
+            self.folder.put(self.marker.path, seal(msgspec.json.encode(self.marker)))
+
+    def stop(self) -> None:
+        """Renew it no more: from here on it may be removed."""
+        self._ended.set()
+        with self._lock:
+            pass
+
+    def _run(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            with self._lock, suppress(StorageError):
+                if self._ended.is_set() or not self.folder.exists(self.marker.path):
+                    return  # another process took it for dead: `finish` finds out
+                self.marker = msgspec.structs.replace(self.marker, created=ownership.now())
+                self.folder.put(self.marker.path, seal(msgspec.json.encode(self.marker)))
 
 
 def folder_of(store: Store) -> Store:
@@ -89,18 +130,22 @@ def begin(store: Store, overwrite: bool) -> Attempt:
         raise ExistsError(store.url)
     if in_use and overwrite:
         owned.owner(store)
-    claim = ownership.begin(folder, "convert")
+    claim = ownership.begin(folder, "convert", lease_s=LEASE_S)
     try:
-        return Attempt(store, overwrite, claim, tuple(_take_over(folder, claim.token)))
+        again, replacing = _take_over(folder, claim.token)
+        return Attempt(store, overwrite, claim, _Renewal(folder, claim.marker), again, tuple(replacing))
     except BaseException:
         claim.discard()
         raise
 
 
 def forget(store: Store) -> None:
-    """Remove what interrupted conversions have staged at `store`. Raises ConflictError when one may be alive, StorageError."""
+    """Remove what interrupted conversions have staged at `store`, but those that had begun to replace what was there.
+
+    Raises ConflictError when one may be alive, StorageError.
+    """
     if interrupted(store):
-        _remove(store, _take_over(folder_of(store)))
+        _take_over(folder_of(store))
 
 
 def leftovers(store: Store) -> list[ownership.Marker]:
@@ -108,24 +153,20 @@ def leftovers(store: Store) -> list[ownership.Marker]:
     return [] if store.renames else [marker for marker in ownership.markers(folder_of(store)) if not marker.replaces]
 
 
-def _take_over(folder: Store, own: str = "") -> list[ownership.Marker]:
-    """Markers of attempts that have ended. What they staged goes, but where the place itself is not whole without it."""
+def _take_over(folder: Store, own: str = "") -> tuple[bool, list[ownership.Marker]]:
+    """Remove what attempts have left that ended before they replaced anything; whether there was one, and markers of the others.
+
+    Raises ConflictError when one may be alive, StorageError.
+    """
     others = [marker for marker in ownership.markers(folder) if marker.token != own]
     for marker in others:
         if ownership.claim(folder, marker) is None:
             who = f"another process, begun {marker.created}, may be converting to here"
             raise ConflictError(folder.url, f"{who}: wait for it, or remove this folder if it is dead")
-    for marker in others:
-        if not marker.replaces:
-            folder.abort_uploads(marker.token)
-            folder.remove(marker.token)
-    return others
-
-
-def _remove(store: Store, markers: Iterable[ownership.Marker]) -> None:
-    folder = folder_of(store)
-    for marker in markers:
+    gone = [marker for marker in others if not marker.replaces]
+    for marker in gone:
         ownership.remove_all(folder, marker.token)
+    return bool(gone), [marker for marker in others if marker.replaces]
 
 
 def _add(attempt: Attempt, last: str) -> list[str]:
@@ -143,11 +184,11 @@ def _exchange(attempt: Attempt, last: str) -> list[str]:
     """Remove the checkpoint that is there, then copy."""
     store, new, owns = attempt.store, set(_staged(attempt)), owned.owner(attempt.store)
     there = list(owned.walk(store, PARTIAL + "/"))
-    known = {path for marker in attempt.earlier for path in marker.replaces}
+    known = {path for marker in attempt.replacing for path in marker.replaces}
     stay = [path for path in there if path not in known and not owns(path)]
     owned.check_kept(store, [path for path in stay if path in new])
     going = [path for path in there if path in known or owns(path) or path in new]
-    _rewrite(attempt, replaces=tuple(sorted(known.union(going, new))))
+    attempt.renewal.change(replaces=tuple(sorted(known.union(going, new))))
     with _given_up(attempt):
         for path in sorted(going, key=lambda path: (not path.endswith(_COMMITS), not path.endswith(_WEIGHTS), path)):
             store.remove(path)
@@ -160,8 +201,10 @@ def _copy(attempt: Attempt, paths: Iterable[str], last: str) -> None:
     with _given_up(attempt):
         for path in sorted(paths, key=lambda path: (path == last, path.endswith(_WEIGHTS), path)):
             attempt.store.copy(f"{PARTIAL}/{attempt.claim.token}/{path}", path)
+    attempt.renewal.stop()
     try:
-        _remove(attempt.store, (*attempt.earlier, attempt.claim.marker))
+        for marker in (*attempt.replacing, attempt.claim.marker):
+            ownership.remove_all(folder_of(attempt.store), marker.token)
     except StorageError as error:
         _LOG.warning("%s: complete; what it was copied from could not be removed (%s)", attempt.store.url, error)
 
@@ -172,19 +215,14 @@ def _given_up(attempt: Attempt) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        attempt.renewal.stop()
         with suppress(StorageError):
-            _rewrite(attempt, process="", created="")
+            attempt.renewal.change(process="", created="")
         if not isinstance(error, StorageError):
             raise
         raise StorageError(
             attempt.store.url, f"not complete ({error}): run it again; the new checkpoint lies in {attempt.staging.url}"
         ) from error
-
-
-def _rewrite(attempt: Attempt, **changes: object) -> None:
-    folder, path = folder_of(attempt.store), attempt.claim.marker.path
-    (marker,) = ownership.markers(folder, [path])
-    folder.put(path, seal(msgspec.json.encode(msgspec.structs.replace(marker, **changes))))
 
 
 def _staged(attempt: Attempt) -> list[str]:
