@@ -18,7 +18,7 @@ from ucformat.reshard.reading.lazy import read
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 PARALLEL = sorted(path.name for path in (DATA / "parallel").iterdir())
 """Runs with pipeline, tensor and expert parallelism (in the folder `parallel`)."""
-KINDS = sorted(path.name for path in DATA.iterdir() if path.is_dir() and path.name != "parallel")
+KINDS = sorted(path.name for path in DATA.iterdir() if any(path.glob("global_step*")))
 MORE = DATA.parent / "deepspeed_more"
 """Other models and optimizers."""
 NUMBERED = {"z0", "z0two", "z0sgd", "z0frozen"}
