@@ -12,10 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ucformat
+from tests.formats import megatron_fixtures
 from tests.formats.deepspeed_fixtures import DATA, KINDS, tag_of
 from ucformat import formats
 from ucformat.reshard.reading.lazy import Checkpoint
 from ucformat.values import encode
+
+PARALLEL, UNIVERSAL = ("ep2", "pp2tiedbf16", "tp2gqabf16"), ("z2tied", "z3frozen")
+MEGATRON = (("single", "legacy"), ("single", ""), ("bucket", "legacy"))
 
 Content = dict[str, tuple[str, tuple[int, ...], bytes]]
 """name → dtype, shape, bytes."""
@@ -103,4 +107,13 @@ def samples(work: Path) -> dict[str, Sample]:
     for kind in KINDS[::3]:
         shutil.copytree(tag_of(DATA / kind), work / f"deepspeed-{kind}")
         add(f"deepspeed-{kind}")
+    for kind in PARALLEL:
+        shutil.copytree(tag_of(DATA / "parallel" / kind), work / f"deepspeed-{kind}")
+        add(f"deepspeed-{kind}")
+    for kind in UNIVERSAL:
+        shutil.copytree(DATA.parent / "ucp" / kind, work / f"ucp-{kind}")
+        add(f"ucp-{kind}")
+    for run, form in MEGATRON:
+        shutil.copytree(megatron_fixtures.folder(run, form), work / f"megatron-{run}-{form}")
+        add(f"megatron-{run}-{form}")
     return found

@@ -398,3 +398,12 @@ def test_other_files_of_that_name_are_not_megatrons(text: str, tmp_path: Path) -
 
 def test_a_single_file_is_not_megatrons(run: Path) -> None:
     assert not megatron.detect(locate(str(rank_files(run)[0])))
+
+
+def test_a_run_whose_optimizer_files_are_gone_says_so(tmp_path: Path) -> None:
+    path = shutil.copytree(folder("tp2dp2", "legacy"), tmp_path / "run")
+    for file in path.rglob("distrib_optim.pt"):
+        file.unlink()
+    catalog = opened(path)
+    assert not any(name.startswith("optimizer/") for name in catalog.names)
+    assert any("no rank has a distrib_optim.pt" in remark for remark in catalog.notes.remarks)

@@ -11,6 +11,7 @@ from ucformat.formats.megatron import names
 from ucformat.formats.megatron.buffers import Local, Placed, buffers, coalesced, in_buckets
 from ucformat.formats.megatron.evidence import agree
 from ucformat.formats.megatron.flat_state import FlatState, is_parameter
+from ucformat.formats.megatron.folders import OPTIMIZER_FILE
 from ucformat.formats.megatron.grid import Grid
 from ucformat.formats.megatron.joins import EMBEDDING, OUTPUT, Join, Joins, Shard
 from ucformat.formats.megatron.plain_state import add_plain
@@ -28,14 +29,17 @@ _DEFAULT_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # items; Megatron's d
 
 
 def read_states(opened: Opened, grid: Grid, joins: Joins, settings: Settings) -> States:
-    """State by parameter, empty when no rank has a file. Raises FormatError and UnsupportedError where nothing proves what lies
-    where.
+    """State by parameter, empty when no rank has any: with a remark where there was one.
+
+    Raises FormatError and UnsupportedError where nothing proves what lies where.
     """
     paths = [rank.optimizer for rank in grid.ranks if rank.optimizer is not None]
     trees = dict(zip(paths, opened.trees(paths), strict=True))
     flat = FlatState()
     if not paths:
         add_plain(opened, joins, flat)
+        if not flat.views and any(rank.rest.get("optimizer") for rank in grid.ranks):
+            opened.remarks.append(f"no state of the optimizer: its settings are there, and no rank has a {OPTIMIZER_FILE}")
     for number, rank in enumerate(grid.ranks):
         if rank.optimizer is not None:
             _add_rank(opened, grid, joins, settings, number, trees[rank.optimizer], flat)
