@@ -19,15 +19,16 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """376 parameters in odd sizes, so that every kind of padding is there, and a buffer."""
+    """376 parameters in odd sizes, so that every kind of padding is there, and a buffer. In even ones for tensor parallelism."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
-        self.emb = nn.Embedding(13, 7)
-        self.fc1 = nn.Linear(7, 11)
-        self.ln = nn.LayerNorm(11)
-        self.fc2 = nn.Linear(11, 7)
-        self.head = nn.Linear(7, 13, bias=False)
+        vocab, width, hidden = (16, 8, 12) if options.wide else (13, 7, 11)
+        self.emb = nn.Embedding(vocab, width)
+        self.fc1 = nn.Linear(width, hidden)
+        self.ln = nn.LayerNorm(hidden)
+        self.fc2 = nn.Linear(hidden, width)
+        self.head = nn.Linear(width, vocab, bias=False)
         if options.unused:
             self.dead = nn.Linear(5, 3)
         self.register_buffer("scale", torch.tensor([1.5]))
@@ -52,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--sub-group", type=int)
     parser.add_argument("--persist", type=int, default=0)
+    parser.add_argument("--more", type=int, default=0, help="steps after saving, whose losses are part of the truth")
     flags = (
         "tied",
         "frozen",
@@ -63,6 +65,7 @@ def parse() -> argparse.Namespace:
         "accumulate-fp32",
         "fused",
         "offload",
+        "wide",
     )
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
@@ -174,6 +177,18 @@ def allow(options: argparse.Namespace) -> None:
         deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW  # whose masters are then one flat buffer per group
 
 
+def train(engine: Any, step: int) -> torch.Tensor:
+    """One step; the loss, averaged over the ranks."""
+    generator = torch.Generator().manual_seed(100 + step * 10 + dist.get_rank())
+    ids, labels = torch.randint(0, 13, (2, 20), generator=generator)
+    loss = engine(ids, labels)
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
 def main() -> None:
     options = parse()
     allow(options)
@@ -183,13 +198,12 @@ def main() -> None:
     net = Net(options)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer(net, options), config=configuration(options))
     for step in range(options.steps):
-        generator = torch.Generator().manual_seed(100 + step * 10 + rank)
-        ids, labels = torch.randint(0, 13, (2, 20), generator=generator)
-        engine.backward(engine(ids, labels))
-        engine.step()
+        train(engine, step)
     live = truth(engine, options)
     client = {"iteration": options.steps, "my_client": {"hello": 1}}
     engine.save_checkpoint(str(options.out), client_state=client, exclude_frozen_parameters=options.exclude_frozen)
+    if options.more:
+        live["__loss__"] = torch.stack([train(engine, options.steps + step) for step in range(options.more)])
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in live.items()}, options.out / "truth.safetensors")
     dist.barrier()
