@@ -19,7 +19,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """`<parameter>/<state>` of all ranks together."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         found |= {f"{name}/fp32": whole(param)} | {f"{name}/{key}": whole(optimizer.state[param][key]) for key in STATES}
     return found

@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.ln = nn.LayerNorm(12)
         self.fc2 = nn.Linear(12, 8)
         self.head = nn.Linear(8, 16, bias=False)
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.tensor([9.0]))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def go_on_from_megatron(paths: list[str], first: int, steps: int) -> list[dict[s
 
 def _go_on_from_megatron(path: str, mesh: DeviceMesh, first: int, steps: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, rms_norm_eps=1e-5, attn_implementation="eager")
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32, rms_norm_eps=1e-5)
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
