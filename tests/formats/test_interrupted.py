@@ -136,7 +136,7 @@ def test_a_conversion_killed_at_any_moment_can_be_run_again(
         words = args(sources.new, dst, to, overwrite)
         assert clients.run(*words, kill_after=number) == -signal.SIGKILL
         check_whole_or_none(dst, to, wholes, models)
-        if number == total:  # the last write took the marker away: it was complete
+        if number >= total - 1:  # the last writes take the marker and its folder away: it was complete
             assert objects(dst) == whole
             continue
         status = clients.run(*words, kill_after=1 + 7 * number % (total - 1))
@@ -231,6 +231,26 @@ def test_a_complete_checkpoint_is_not_replaced_by_another_conversion_whatever_wa
     assert objects(f"{dst}/{number}") == whole
     with pytest.raises(ExistsError):
         convert(sources.new, f"{dst}/{number}", to)
+
+
+def test_prune_leaves_a_conversion_that_was_interrupted_while_it_came_into_its_place(
+    server: Server, clients: Clients, sources: Sources
+) -> None:
+    """What is in place would be nobody's without the marker: neither removed by anyone, nor replaced."""
+    base, to = f"{server.bucket}/half-placed", "hf"
+    convert(sources.new, f"{base}/whole", to)
+    whole = objects(f"{base}/whole")
+    for number in range(3, 99):
+        dst = f"{base}/{number}"
+        assert clients.run(*args(sources.new, dst, to), kill_after=number) == -signal.SIGKILL
+        if whole.keys() & objects(dst).keys():
+            break
+    left = objects(dst)
+    assert not whole.items() <= left.items()
+    ucformat.prune(dst)
+    assert objects(dst) == left
+    convert(sources.new, dst, to)
+    assert objects(dst) == whole
 
 
 def test_a_folder_called_partial_that_is_not_ours_is_left_alone(server: Server, sources: Sources) -> None:

@@ -6,8 +6,8 @@
 Object stores have no rename. So everything is written below `.partial/`, and when it is complete the store itself copies
 each object into place, the one that makes it readable last. The marker comes first and goes last: where it is and its writer
 has ended, the conversion can be run again. Without `overwrite` nothing that is visible is ever removed or changed, only
-added to, and only when all that is there are bytes of the very files that are to come. To replace a checkpoint, the marker
-first lists the files that are to go, so that whoever is interrupted while removing them can go on.
+added to, and only when all that is there are bytes of the very files that are to come. Before the first file of the place
+changes, the marker lists those that are to come or to go, so that whoever is interrupted in between can go on.
 
 Only one attempt at a time: whoever finds the marker of another that may be alive gives way, so that of two which begin at the
 same moment at most one goes on.
@@ -176,6 +176,7 @@ def _add(attempt: Attempt, last: str) -> list[str]:
     if not set(there).issubset(new) or not all(_begins(attempt, path) for path in there):
         raise ExistsError(store.url)
     whole = {path for path in there if store.size(path) == attempt.staging.size(path)}
+    attempt.renewal.change(replaces=tuple(sorted(new)))  # from here on `prune` leaves it: what is in place would be nobody's
     _copy(attempt, [path for path in new if path not in whole], last)
     return []
 
