@@ -14,10 +14,10 @@ QUICK := tests/test_box.py tests/test_catalog.py tests/test_dtypes.py tests/test
   tests/reshard/reading/test_execute.py tests/reshard/reading/test_lazy.py tests/reshard/selection/test_select.py \
   tests/reshard/selection/test_mesh_layout.py tests/cli/test_inspect.py
 
-.PHONY: help setup compiled check format test quick campaign conformance demo bench clean
+.PHONY: help setup compiled check format test quick campaign conformance demo demo-failover bench clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv and install ucformat with what development needs
 
@@ -58,6 +58,9 @@ conformance: $(READY) ## all readers of the format through its kit, with MUTATIO
 
 demo: compiled ## the main job on real input, ending in a table of what was proven
 	$(BIN)/python -m examples.demo
+
+demo-failover: compiled ## four hosts train, one vanishes with its memory, the others go on from theirs
+	$(BIN)/python -m examples.demo_failover
 
 bench: compiled ## the performance claims, a table each
 	for file in benchmarks/[!_]*.py; do \

@@ -68,13 +68,19 @@ class Outcome:
     """Its stderr."""
 
 
+def environment(work: Path) -> dict[str, str]:
+    """Of a command of the demo."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    env["TMPDIR"] = str(work.resolve())  # torchrun never removes its own temporary files
+    return env
+
+
 def run(command: Sequence[str], log: Path, timeout_s: float, expect_failure: bool = False) -> Outcome:
     """Run `command` in the repository, stderr into `log`.
 
     Raises DemoError when it does not end in time, or fails unless `expect_failure`.
     """
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    env["TMPDIR"] = str(log.parent.resolve())  # torchrun never removes its own temporary files
+    env = environment(log.parent)
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env, cwd=Path(__file__).parent.parent

@@ -240,6 +240,7 @@ def test_prune_leaves_a_conversion_that_was_interrupted_while_it_came_into_its_p
     base, to = f"{server.bucket}/half-placed", "hf"
     convert(sources.new, f"{base}/whole", to)
     whole = objects(f"{base}/whole")
+    dst = ""
     for number in range(3, 99):
         dst = f"{base}/{number}"
         assert clients.run(*args(sources.new, dst, to), kill_after=number) == -signal.SIGKILL

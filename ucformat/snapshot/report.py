@@ -69,6 +69,8 @@ class SnapshotReport:
     taken: int = 0
     skipped: int = 0
     failed: int = 0
+    restorable: int | None = None
+    """The newest step that all ranks are known to hold, protected if that was asked for: a restart loses nothing before it."""
     went_back: list[int] = field(default_factory=list)
     """Steps that were taken although the same or a higher one had been: these were abandoned then."""
     replans: int = 0
@@ -105,7 +107,8 @@ class SnapshotReport:
         done = self.done()
         lines = [
             f"snapshots: {self.taken} taken, {self.skipped} skipped, {self.failed} failed",
-            f"memory: {self.slots} slots of {_mib(self.slot_bytes)}",
+            f"memory: {self.slots} slots of {_mib(self.slot_bytes)}"
+            + ("" if self.restorable is None else f"; step {self.restorable} can be restored"),
             f"layout: {self.strategy}",
             f"plan: {self.plan or 'not made yet'}; made anew {self.replans} times",
         ]

@@ -36,6 +36,8 @@ class Room:
         self._on_device = False
         self._lacking: deque[int] = deque()
         """Steps whose versions some rank does not hold, as far as this has become known and is not counted yet."""
+        self.restorable: int | None = None
+        """The newest step that all ranks are known to hold, in a version that is protected if that was asked for."""
 
     @classmethod
     def make(
@@ -110,7 +112,9 @@ class Room:
         """What became of versions that the ranks have told of, as far as is known; `fresh` asks again."""
         for fate in self.votes.hear(fresh=fresh):
             self.slots.settle(fate.step, whole=fate.whole)
-            if not fate.whole:
+            if fate.whole:
+                self.restorable = fate.step
+            else:
                 self._lacking.append(fate.step)
                 if self.protector is not None and self.protector.cancel(fate.step):
                     self._tells.known(fate.step, held=False)
@@ -199,12 +203,18 @@ class Room:
         self.votes.close()
         self.slots.close()
 
-    def close(self, *, remove: bool) -> None:
-        """Let go of everything, whatever fails; versions stay unless `remove`."""
+    def give_up(self, taking: Taking) -> None:
+        """Nothing copies a version any more, and its deadline was not met: where it was stored and has changed, it is torn."""
+        slot, step = taking.slot, taking.report.step
+        if slot is not None and slot.step == step and taking.changed():
+            self.slots.withdraw(slot, step)
+
+    def close(self, *, remove: bool, wait: bool = True) -> None:
+        """Let go of everything, whatever fails; versions stay unless `remove`. A keeper that is not waited for ends by itself."""
         with ExitStack() as stack:
             stack.callback(self.slots.close, remove=remove)
             stack.callback(self.votes.close)
             if self.keeper is not None:
-                stack.callback(self.keeper.close)
+                stack.callback(self.keeper.close if wait else self.keeper.leave)
             if self.protector is not None:
                 stack.callback(self.protector.close)

@@ -228,30 +228,43 @@ class Snapshotter:
             raise RuntimeError("restore before the first snapshot is taken: slots are in use")
         self._run = self.group.broadcast(uuid.uuid4().hex)
         url = self._persist.url if self._persist else None
-        return restore(self.state, self.directory, url, self._run, self.group, self.interface)
+        restored = restore(self.state, self.directory, url, self._run, self.group, self.interface)
+        self._report.restorable = None if restored is None else restored.step
+        return restored
 
     def report(self) -> SnapshotReport:
         """What happened so far."""
+        if self._room is not None:
+            self._room.hear()
+            self._report.restorable = self._report.restorable if self._room.restorable is None else self._room.restorable
         return self._report
 
     def trace(self, path: str) -> None:
         """Write the last steps as a Chrome trace."""
         self.trace_log.write(path)
 
-    def close(self, *, remove: bool = False) -> None:
+    def close(self, *, remove: bool = False, wait: bool = True) -> None:
         """Finish the version in hand and let go; slots stay (they are what a restart loads) unless `remove`.
 
         Waits until the version in hand has a slot, for the other ranks and the keeper, but no longer than a minute; and
         until the keeper has persisted what it was given, for which `Persist.timeout_s` is the limit.
+
+        With `wait=False`, ends within seconds and asks no other rank: for when a collective has failed, and before the process
+        group is destroyed. The version in hand is given up. What the keeper has begun to persist it finishes by itself. Make
+        another Snapshotter then, in the new process group, and `restore`.
         """
         with ExitStack() as stack:
             if self._room is not None:
-                self._room.patient_until = now() + CLOSE_S
-                stack.callback(self._room.close, remove=remove)
+                self._room.patient_until = now() + CLOSE_S * wait
+                stack.callback(self._room.close, remove=remove, wait=wait)
+                if not wait and self._taking is not None:
+                    stack.callback(self._room.give_up, self._taking)
             if self._copier is not None:
                 stack.callback(self._copier.stop)
             for handle in self._hooks:
                 stack.callback(handle.remove)
+            if not wait:
+                return
             self.deadline()
             self.wait()
             if self._room is not None:
@@ -298,6 +311,7 @@ class Snapshotter:
             "went back", f"step {step} after step {self._cadence.last}: from step {step} on, earlier ones are abandoned"
         )
         self._report.went_back.append(step)
+        self._report.restorable = None
         self._collect(wait=True)
         self._cadence.restart()
         self._run = self.group.broadcast(uuid.uuid4().hex)

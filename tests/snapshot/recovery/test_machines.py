@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.hosts import Machines, can_namespaces
 from tests.snapshot.rigs.machines import lose_a_host
-from tests.snapshot.rigs.netns import Machines, can_namespaces
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.snapshot.rigs.netns import Machines
+from examples.hosts import Machines
 from tests.snapshot.rigs.parts import Layered
 from tests.snapshot.rigs.slotfill import workers
 from ucformat.errors import UcformatError
@@ -46,7 +46,7 @@ def rank_main(machines: Machines, run: Run, rank: int, port: int, link: Connecti
     host = run.hosts[rank]
     machines.enter(host)
     os.environ["MASTER_ADDR"] = machines.address(run.hosts[0])
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if machines.real else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = machines.interface
     url = f"tcp://{machines.address(run.hosts[0])}:{port}"
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=len(run.hosts))
     part = Layered(current(), run.dim)

@@ -69,6 +69,10 @@ class _Taken:
         return self.order.persist and not self.given_up
 
 
+_left: list[subprocess.Popen[bytes]] = []
+"""Keepers that end by themselves."""
+
+
 class Keeper:
     """One rank's keeper. Methods are called by one thread, `poll` once per step or so."""
 
@@ -285,6 +289,13 @@ class Keeper:
         events += self._hear()
         self._release()
         return events + self._abandon(why)
+
+    def leave(self) -> None:
+        """Let the keeper finish what it has begun, and end by itself; what becomes of that is not heard of."""
+        self._running = False
+        _left[:] = [process for process in (*_left, self._process) if process is not None and process.poll() is None]
+        self._release()
+        self._taken.clear()
 
     def _kill(self) -> None:
         assert self._process is not None

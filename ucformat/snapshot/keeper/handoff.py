@@ -152,6 +152,10 @@ class Persistence:
             self._note(event)
         self._follow()
 
+    def leave(self) -> None:
+        """Let the keeper finish what it has begun, as when this process dies, and end by itself. Not waited for."""
+        self._keeper.leave()
+
     def _follow(self) -> None:
         """Hold just the slot of the version that is being written: queued ones, and those that are only hashed, give way."""
         order = self._keeper.being_written()

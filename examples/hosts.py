@@ -64,6 +64,11 @@ class Machines:
     def address(self, host: int) -> str:
         return f"{_NETWORK}.{host + 1}" if self.real else f"127.0.0.{host + 1}"
 
+    @property
+    def interface(self) -> str:
+        """That has a host's address."""
+        return "eth0" if self.real else "lo"
+
     def memory(self, host: int) -> Path:
         """Its directory, as its own processes see it."""
         return self.place if self.real else self.place / f"host{host}"
