@@ -35,6 +35,8 @@ class Machines:
         self._megabytes, self._name = megabytes, f"ucf{os.getpid() % 100_000}"
         self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._pids_of_holders: dict[int, int] = {}
+        self._links: dict[int, str] = {}
+        self._started = 0
         place.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Machines:
@@ -78,7 +80,9 @@ class Machines:
         if not self.real:
             self.memory(host).mkdir(exist_ok=True)
             return
-        name, link = self._of(host), f"v{host}"
+        self._started += 1
+        name, link = self._of(host), f"v{self._started}"  # the kernel removes the link of a lost host when it has time
+        self._links[host] = link
         _ip("netns", "add", name)
         self._net("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
         self._net("ip", "link", "set", link, "master", "br0", "up")
@@ -150,7 +154,7 @@ class Machines:
     def cut(self, host: int, *, up: bool = False) -> None:
         """Cut the host's link, or mend it."""
         assert self.real
-        self._net("ip", "link", "set", f"v{host}", "up" if up else "down")
+        self._net("ip", "link", "set", self._links[host], "up" if up else "down")
 
     def slow(self, host: int, megabits: int) -> None:
         """Slow down what the host sends."""
