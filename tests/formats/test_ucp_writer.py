@@ -26,7 +26,7 @@ def source(kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", [*KINDS, *PARALLEL])
 def test_what_is_written_reads_back_the_same(kind: str, tmp_path: Path) -> None:
-    report = ucformat.convert(source(kind), tmp_path / "out", "ucp")
+    report = ucformat.convert(source(kind), tmp_path / "out", "ucp", drop=kind == "z2nadam")
     one, other = open_kind(source(kind)), formats.open_catalog(str(tmp_path / "out"))
     lost = {name for name in one.names if name.endswith("/mu_product")}  # NAdam's, one number of each parameter
     assert bool(lost) == any("mu_product" in remark and "left out" in remark for remark in report.remarks)
@@ -41,7 +41,7 @@ def test_what_is_written_reads_back_the_same(kind: str, tmp_path: Path) -> None:
         assert other.values.get(key) == one.values.get(key), key
     scalers = [values["deepspeed"]["optimizer"].get("loss_scaler") for values in (one.values, other.values)]
     assert scalers[0] == scalers[1]
-    assert not report.left_out
+    assert set(report.left_out) == lost
     assert not report.values_left_out
 
 

@@ -46,6 +46,9 @@ def convert(
     ),
     max_file_size: str = typer.Option("4GiB", help="Largest file of an output that is split into several."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the checkpoint at DST."),
+    drop: bool = typer.Option(
+        False, "--drop", help="Leave out weights and optimizer state that the target format has no place for, and list them."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be read and written; write nothing."),
     json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
@@ -75,6 +78,7 @@ def convert(
             options=parse_options(option or ()),
             max_file_bytes=limit,
             overwrite=overwrite,
+            drop=drop,
         )
     if dry_run:
         _tell_plan(conversion, json)

@@ -78,6 +78,9 @@ class Writer:
     values: Values = "any"
     takes: Callable[[Sequence[str]], Sequence[str]] = list
     """Which of a checkpoint's tensors it has a place for, by name; a conversion reports the others as left out."""
+    whole_state: bool = False
+    """Whether it is meant for all of a training run: weights and optimizer state that it has no place for are then an error,
+    unless the user drops them. Otherwise they are reported as left out, as of a format for models alone."""
     takes_layout: bool = False
     """Whether its files may hold boxes of tensors, divided as `WriteJob.layout` says."""
     single_file: bool = False

@@ -87,6 +87,8 @@ class WriteJob:
     layout: Sequence[Sequence[int]] | None = None
     """Which targets (by index) go into which output file, for formats whose files may be divided freely."""
 
+    left_out: Sequence[str] = ()
+    """Names of tensors among the targets that are not written: set by `Writer.prepare`, which knows their shapes."""
     options: Mapping[str, str | int] = field(default_factory=dict)
     """Settings of the target's own, of those that its `Writer.options` names."""
     finish: Callable[[], None] | None = None

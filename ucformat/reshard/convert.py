@@ -36,7 +36,7 @@ from ucformat.reshard.reading.plan import ReadPlan, plan, refuse_expanded, wants
 from ucformat.reshard.restoring import master_weights
 from ucformat.reshard.selection.mesh_layout import MeshLayout, cut, parse
 from ucformat.reshard.selection.precision import Precision, converted, dtype_of, is_kept
-from ucformat.reshard.selection.select import Chosen, choose
+from ucformat.reshard.selection.select import Chosen, choose, shorten
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -130,6 +130,7 @@ def convert(
     options: Mapping[str, str | int] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
+    drop: bool = False,
     process_group: dist.ProcessGroup | None = None,
     on_progress: Progress | None = None,
 ) -> ConvertReport:
@@ -153,6 +154,9 @@ def convert(
     one file per rank: `dp=2,tp=4`, or the JSON of a rule file. `options`: settings of the target format's own, as
     `{"stage": 3, "dp": 4}` for deepspeed.
 
+    `drop`: go on although the target format has no place for some of the weights or of the optimizer's state; the report lists
+    them in `left_out`. Without it that is an error that names them, except in hf, which is for models alone.
+
     Raises what `prepare` and the target's writer raise; then `dst` is as it was.
     """
     group, src, dst = current(process_group), os.fspath(src), os.fspath(dst)
@@ -172,6 +176,7 @@ def convert(
             options=options,
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
+            drop=drop,
         )
     report = run(conversion, group, on_progress)
     for text in report.remarks if group.rank == 0 else ():
@@ -195,6 +200,7 @@ def prepare(
     options: Mapping[str, str | int] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
+    drop: bool = False,
 ) -> Conversion:
     """Decide and prove everything about a conversion; reads metadata, writes nothing.
 
@@ -244,6 +250,7 @@ def prepare(
         layout=None if files is None else [held for held in files if held],
     )
     job, own = writer.prepare(job)
+    chosen = _with_lost(chosen, job, writer, dst, drop=drop)
     remarks += (*own, *job.companions.remarks)
     return Conversion(source, reader.name, dst, to, job, _shares(read_plan), chosen, tuple(remarks))
 
@@ -274,9 +281,20 @@ def _choose(
     masters = {weight: master for weight, master in masters.items() if not is_kept(weight, keep_dtype)}
     chosen = choose(master_weights.from_their_masters(catalog, masters), writer, select, exclude, where)
     masters = {weight: master for weight, master in masters.items() if weight in chosen.catalog.names}
+    no_place = master_weights.without_taken(chosen.no_place, chosen.catalog.names, masters, catalog)
+    chosen = replace(chosen, no_place=no_place)
     if masters:
         remarks.append(f"{len(masters)} weights are made of their master weights (optimizer/*/fp32), which are exact")
     return replace(chosen, left_out=master_weights.without_taken(chosen.left_out, chosen.catalog.names, masters, catalog))
+
+
+def _with_lost(chosen: Chosen, job: WriteJob, writer: Writer, dst: str, *, drop: bool) -> Chosen:
+    """With what the writer leaves out besides. Raises UnsupportedError when weights or optimizer state get lost unasked."""
+    lost = [name for name in (*chosen.no_place, *job.left_out) if name.split("/")[0] in ("model", "optimizer")]
+    if lost and writer.whole_state and not drop:
+        why = f"{writer.name} has no place for {shorten(lost)}: pass drop=True (--drop) to leave them out, or exclude them"
+        raise UnsupportedError(dst, why)
+    return replace(chosen, left_out=tuple(sorted({*chosen.left_out, *job.left_out})))
 
 
 def _check_layout(layout: MeshLayout | None, writer: Writer, dst: str) -> None:

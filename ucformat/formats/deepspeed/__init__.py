@@ -44,6 +44,7 @@ WRITER = Writer(
     name=NAME,
     write=writer.write,
     takes=takes,
+    whole_state=True,
     staged=True,
     options=writer.OPTIONS,
     prepare=writer.prepare,

@@ -16,7 +16,7 @@ from ucformat.lazy_torch import torch
 from ucformat.naming import MASTER
 from ucformat.values import bytes_io
 from ucformat.values.codec import Opaque, RankLocal
-from ucformat.values.tree import split_name
+from ucformat.values.tree import join_name, split_name
 
 VERSION = "0.19.8"
 """The release of DeepSpeed whose files are written, where the checkpoint does not say by which it was made."""
@@ -55,6 +55,13 @@ class RunState:
     others: dict[str, Tensor] = field(default_factory=dict)
     """Tensors among the values, by canonical name."""
     remarks: list[str] = field(default_factory=list)
+    left_out: dict[str, None] = field(default_factory=dict)
+    """Canonical names of optimizer state that is not written."""
+
+    def leave_out(self, name: str, key: str, why: str) -> None:
+        """One state of a parameter is not written."""
+        self.left_out[join_name("optimizer", name, key)] = None
+        self.remarks.append(why)
 
     @property
     def masters(self) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ def prepare(job: WriteJob) -> tuple[WriteJob, tuple[str, ...]]:
         said.append("the rounded weights are left out: ZeRO-3 keeps the master weights alone, and rounds them when it loads")
     if job.companions.files:
         said.append(f"not copied, DeepSpeed has no place for them: {shorten([item.path for item in job.companions.files])}")
-    return replace(job, companions=Companions()), tuple(said)
+    return replace(job, companions=Companions(), left_out=tuple(run.state.left_out)), tuple(said)
 
 
 def file_sizes(job: WriteJob) -> list[int]:
@@ -366,7 +366,9 @@ def _states(run: Run, leaves: Leaves, buffer: Flat, rank: int) -> dict[str, Any]
                 lacking = [name for name in buffer.names if name not in held]
                 state.remarks.append(f"without {key!r}, and zero there, as DeepSpeed has one buffer for all: {shorten(lacking)}")
         else:
-            state.remarks.append(f"state {key!r} is not of the shape of its parameters, which a flat buffer needs: left out")
+            why = f"state {key!r} is not of the shape of its parameters, which a flat buffer needs: left out"
+            for name in held:
+                state.leave_out(name, key, why)
     return found
 
 

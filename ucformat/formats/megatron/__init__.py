@@ -57,4 +57,4 @@ READER = Reader(
     has_masters=True,
     owned_files=owned_files,
 )
-WRITER = Writer(name=NAME, write=write, values="plain", takes=takes, prepare=prepare, staged=True)
+WRITER = Writer(name=NAME, write=write, values="plain", takes=takes, whole_state=True, prepare=prepare, staged=True)

@@ -24,4 +24,4 @@ READER = Reader(
     has_masters=True,
     owned_files=tagged.owned_files(NAME, POINTER),
 )
-WRITER = Writer(name=NAME, write=write, takes=takes, staged=True, prepare=prepare, file_sizes=file_sizes)
+WRITER = Writer(name=NAME, write=write, takes=takes, whole_state=True, staged=True, prepare=prepare, file_sizes=file_sizes)

@@ -46,7 +46,7 @@ def write(job: WriteJob) -> None:
 
     Raises UnsupportedError for names that no file can have; ExistsError, StorageError, RankFailedError.
     """
-    tag, files, _ = plan(job)
+    tag, files, _, _ = plan(job)
 
     def write_mine(store: Store) -> None:
         for file in files[job.group.rank :: job.group.size]:
@@ -57,10 +57,10 @@ def write(job: WriteJob) -> None:
 
 def prepare(job: WriteJob) -> tuple[WriteJob, tuple[str, ...]]:
     """See `Writer.prepare`."""
-    _, _, remarks = plan(job)
+    _, _, left_out, remarks = plan(job)
     lost = [item.path for item in job.companions.files]
     said = [f"not copied, a universal folder has no place for them: {shorten(lost)}"] if lost else []
-    return replace(job, companions=Companions()), (*remarks, *said)
+    return replace(job, companions=Companions(), left_out=left_out), (*remarks, *said)
 
 
 def file_sizes(job: WriteJob) -> list[int]:
@@ -68,8 +68,8 @@ def file_sizes(job: WriteJob) -> list[int]:
     return [file.nbytes for file in plan(job)[1]]
 
 
-def plan(job: WriteJob) -> tuple[str, list[TorchSaved], list[str]]:
-    """(name of the universal folder, files to be, remarks). Reads nothing."""
+def plan(job: WriteJob) -> tuple[str, list[TorchSaved], tuple[str, ...], list[str]]:
+    """(name of the universal folder, files to be, tensors that have no place, remarks). Reads nothing."""
     if not job.targets:
         raise UnsupportedError(job.store.url, "nothing in the source is a model or its optimizer's state")
     state = run_state(job)
@@ -87,7 +87,7 @@ def plan(job: WriteJob) -> tuple[str, list[TorchSaved], list[str]]:
                 _state_file(f"{tag}/{STATE}/{_checked(name, job)}/{_checked(key, job)}.pt", name, key, tensor, hints, state)
             )
     found = [file for file in files if file is not None]
-    return tag, found, [*dict.fromkeys(state.remarks), *_limits(state)]
+    return tag, found, tuple(state.left_out), [*dict.fromkeys(state.remarks), *_limits(state)]
 
 
 def _checked(name: str, job: WriteJob) -> str:
@@ -111,7 +111,7 @@ def _state_file(path: str, name: str, key: str, tensor: Tensor, hints: _Hints, s
     if key == "step":
         return leaves.file(path, leaf)
     if not tensor.spec.shape and state.masters[name].spec.shape:
-        state.remarks.append(f"state {key!r} is one number of a parameter, which DeepSpeed can't take up: left out")
+        state.leave_out(name, key, f"state {key!r} is one number of a parameter, which DeepSpeed can't take up: left out")
         return None
     return leaves.file(path, {"param": leaf, **hints.of(name, tensor.spec.shape)})
 

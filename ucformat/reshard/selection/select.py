@@ -35,6 +35,9 @@ class Chosen:
     opaque_left_out: tuple[str, ...]
     """Paths of objects of unknown classes that don't, with the class: `args/policy (pkg.Policy)`."""
 
+    no_place: tuple[str, ...] = ()
+    """Of `left_out`, what was wanted, and the format has no place for."""
+
     def remarks(self, to: str) -> list[str]:
         """What a user has to be told of values."""
         told = [f"values left out: {shorten(self.values_left_out)}"] if self.values_left_out else []
@@ -98,7 +101,8 @@ def choose(catalog: Catalog, to: Writer, select: Sequence[str], exclude: Sequenc
     part = catalog.filter(kept.__contains__)
     values = trees.prune(values, lambda _, x: isinstance(x, (trees.TensorRef, trees.ArrayRef)) and x.name not in kept)
     left_out = tuple(name for name in catalog.names if name not in kept)
-    return Chosen(replace(part, values=values), left_out, tuple(lost), tuple(opaque))
+    no_place = tuple(name for name in chosen if name not in kept)
+    return Chosen(replace(part, values=values), left_out, tuple(lost), tuple(opaque), no_place)
 
 
 def shorten(names: Sequence[str], limit: int = _SHOWN) -> str:
