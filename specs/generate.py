@@ -1,4 +1,4 @@
-"""Writes specs/ucf.schema.json from the types that the code reads and writes: `python -m specs.generate`."""
+"""Writes specs/*.schema.json from the types that the code reads and writes: `python -m specs.generate`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ucformat.containers.envelope import VERSION, Envelope
 from ucformat.formats.native.manifest import Record
 from ucformat.formats.native.shard import ShardNote
 from ucformat.formats.snapshot import SlotRecord
+from ucformat.layout.language import Layout
 from ucformat.values.decoding import TAGS
 
 SCHEMA = Path(__file__).with_name("ucf.schema.json")
+LAYOUT_SCHEMA = Path(__file__).with_name("layout.schema.json")
 
 
 def schema() -> dict[str, Any]:
@@ -66,5 +68,15 @@ def text() -> str:
     return json.dumps(schema(), indent=2) + "\n"
 
 
+def layout_text() -> str:
+    """The content of the schema file of layout files."""
+    (_,), found = msgspec.json.schema_components([Layout], ref_template="#/$defs/{name}")
+    defs: dict[str, Any] = dict(found)
+    layout = {**defs.pop("Layout"), "title": "Layout file, version 1 of the language"}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps({**head, **layout, "$defs": dict(sorted(defs.items()))}, indent=2) + "\n"
+
+
 if __name__ == "__main__":
     SCHEMA.write_text(text())
+    LAYOUT_SCHEMA.write_text(layout_text())

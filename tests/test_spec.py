@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import torch
 
-from specs.generate import SCHEMA, text
+from specs.generate import LAYOUT_SCHEMA, SCHEMA, layout_text, text
 from specs.readers.python.ucf_reader import BYTES, RECORD, Checkpoint, header, unseal
 from specs.readers.python.ucf_snapshot import Snapshot, open_any
 from tests.checkpoints import shards_of
@@ -92,6 +92,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
 
 def test_the_schema_file_is_what_the_types_of_the_code_say() -> None:
     assert SCHEMA.read_text() == text(), "run: python -m specs.generate"
+    assert LAYOUT_SCHEMA.read_text() == layout_text(), "run: python -m specs.generate"
 
 
 def test_every_example_of_ucf_json_in_the_specification_is_valid() -> None:

@@ -15,11 +15,11 @@ from ucformat import box as boxes
 from ucformat.box import Box
 from ucformat.catalog import Catalog, FragmentTable, TensorSpec, row_major
 from ucformat.errors import FormatError, UnsupportedError
-from ucformat.formats.deepspeed.cuts import Cut
 from ucformat.formats.deepspeed.placement import Placement, Rules
 from ucformat.formats.deepspeed.records import Opened, state, weight
-from ucformat.formats.deepspeed.replicas import Part, differing, is_constant, mean
+from ucformat.formats.replicas import Part, differing, is_constant, mean
 from ucformat.formats.unite import merge_tables, widen
+from ucformat.layout.cuts import Cut
 from ucformat.values.tree import join_name, split_name
 
 _SHOWN = 6

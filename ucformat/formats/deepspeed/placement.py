@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ucformat.containers.zip_write import OutgoingObject
 from ucformat.errors import FormatError, UnsupportedError
-from ucformat.formats.deepspeed.cuts import Cut, Shape, View, along, chunks, view_cuts
 from ucformat.formats.deepspeed.optim import mapping, sequence
+from ucformat.layout.cuts import Cut, Shape, View, along, chunks, view_cuts
 from ucformat.pickles.inert import Inert
 
 _REPLICATED = "tp_replicated_parameter_patterns"
