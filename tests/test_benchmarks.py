@@ -16,6 +16,7 @@ TINY = {
     "save_load": ("--size", "0.01"),
     "convert": ("--size", "0.01"),
     "tiny": ("--count", "40"),
+    "recover": ("--size", "0.01"),
     "snapshot": ("--mib", "6", "--count", "20"),
     "snapshot_gpu": ("--billions", "0.01"),
     "s3": ("--size", "0.02"),
@@ -34,6 +35,7 @@ RATIOS = {
     },
     "convert": {"memory_vs_dcp", "hf_to_native_vs_cp"},
     "tiny": {"save_vs_dcp", "load_vs_dcp", "size_vs_dcp", "save_vs_safetensors"},
+    "recover": {"memory_vs_disk", "memory_vs_dcp", "rebuild_vs_limit"},
     "snapshot": {"exposed_vs_dcp_async", "exposed_vs_dcp_best"},
     "snapshot_gpu": set(),  # nothing without a device
     "s3": {"save_vs_plain", "load_vs_plain"},

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import ucformat
 from tests.checkpoints import shards_of
 from tests.reshard.ranks import on_ranks
+from tests.scripts import Script
 from ucformat import formats
 from ucformat.errors import (
     ConflictError,
@@ -163,19 +164,12 @@ def test_of_several_writers_one_wins_and_its_checkpoint_is_whole(tmp_path: Path,
             ucformat.save(str(tmp_path / "out"), state(9))
         else:
             ucformat.convert(str(hf_model(tmp_path / "src9", 9)), str(tmp_path / "out"), how)
-    command = [sys.executable, "-c", WRITER, how, str(tmp_path)]
-    writers = [
-        subprocess.Popen([*command, str(value), str(overwrite)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for value in (1, 2, 3)
-    ]
+    writers = [Script(WRITER, how, tmp_path, value, overwrite) for value in (1, 2, 3)]
     for writer in writers:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
     for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    told = [writer.communicate(timeout=240)[0].strip() for writer in writers]
+        writer.send()
+    told = [writer.end()[1] for writer in writers]
     winners = [value for value, word in zip((1, 2, 3), told, strict=True) if word == "ok"]
     assert len(winners) == 1 if not overwrite else winners, told  # with overwrite, one may begin when another is done
     assert value_of(tmp_path / "out") in winners
@@ -312,14 +306,7 @@ except UcformatError as error:
 
 
 def run_torn(how: str, folder: Path, calls: int) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", TORN.format(signal="SIGKILL"), how, str(folder), str(calls)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    return done.returncode, done.stdout.strip()
+    return Script(TORN.format(signal="SIGKILL"), how, folder, calls).end()
 
 
 def save_again(folder: Path) -> None:
@@ -445,16 +432,14 @@ for value in range(25):
 @pytest.mark.parametrize("how", ["overwrite", "keep"])
 def test_a_reader_beside_a_writer_always_finds_a_whole_checkpoint(tmp_path: Path, how: str) -> None:
     ucformat.save(str(tmp_path / "x"), state(-1), step=None if how == "overwrite" else 0)
-    command = [sys.executable, "-c", OVERWRITER, str(tmp_path / "x"), how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-        seen = set()
-        while writer.poll() is None:
-            found = ucformat.load(str(tmp_path / "x"))
-            values = {float(x) for name in ("a", "b") for x in found[name].unique()}  # type: ignore[attr-defined]
-            assert len(values) == 1
-            seen |= values
-        assert writer.returncode == 0
+    writer = Script(OVERWRITER, tmp_path / "x", how)
+    assert writer.stdout.readline() == "ready\n"
+    seen = set()
+    while writer.process.is_alive():
+        found = ucformat.load(str(tmp_path / "x"))
+        values = {float(x) for name in ("a", "b") for x in found[name].unique()}  # type: ignore[attr-defined]
+        assert len(values) == 1
+        seen |= values
+    assert writer.wait() == 0
     assert seen
     assert issubclass(ConflictError, UcformatError)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import ucformat
-from tests.snapshot.rigs.slotfill import W, assert_is_step, hash_slot, opened, overwrite_for_ever, pieces, take, workers
+from tests.scripts import forked
+from tests.snapshot.rigs.slotfill import W, assert_is_step, hash_slot, opened, overwrite_for_ever, pieces, take
 from ucformat.errors import NotACheckpointError, SnapshotChangedError
 from ucformat.reshard.reading.lazy import read
 from ucformat.reshard.verify import verify
@@ -41,7 +42,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(tmp_path: Path) 
 
 
 def test_loads_of_a_running_jobs_slots_never_mix_versions(tmp_path: Path) -> None:
-    context = workers()
+    context = forked()
     here, there = context.Pipe(duplex=False)
     job = context.Process(target=overwrite_for_ever, args=(str(tmp_path), there), daemon=True)
     job.start()

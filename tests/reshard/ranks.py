@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from tests.scripts import forked
 from ucformat import box as boxes
 from ucformat import values
 from ucformat.box import Box
@@ -131,8 +131,7 @@ def load(state: dict[str, object], catalog: Catalog) -> Loading:
 
 def on_ranks(world: int, function: Callable[..., Any], *args: object) -> list[Any]:
     """Run `function(*args)` on `world` gloo ranks; what each returned, in rank order. `function` is a module's own."""
-    # ranks are forked from a server that has imported torch and done nothing else with it: much faster than spawning
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+    forked()  # much faster than spawning
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_main, (world, folder, function, args), nprocs=world, start_method="forkserver")
         return [pickle.loads(Path(folder, f"rank{rank}").read_bytes()) for rank in range(world)]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import ucformat
+from tests.scripts import forked
 from tests.snapshot.rigs.parts import Layered
-from tests.snapshot.rigs.slotfill import workers
 from ucformat.group import current
 from ucformat.snapshot.keeper import client
 
@@ -73,7 +73,7 @@ def member(link: Connection, host: int, place: str, ports: list[int]) -> None:
 def test_survivors_go_on_in_the_same_processes_after_a_host_is_lost(tmp_path: Path) -> None:
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(len(VICTIMS) + 1)]
     ports = [store.port for store in stores]
-    context, jobs = workers(), []
+    context, jobs = forked(), []
     for host in range(WORLD):
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=member, args=(there, host, str(tmp_path), ports), daemon=True)

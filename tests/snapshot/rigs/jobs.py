@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ucformat
-from tests.snapshot.rigs.slotfill import workers
+from tests.scripts import forked
 from ucformat.containers.file_image import ByteRequest
 from ucformat.formats.snapshot import rank_name
 from ucformat.reshard.reading.fill import TensorFill
@@ -35,7 +35,7 @@ class Job:
     """`main(rank, link, *args)` on some gloo ranks, until it ends or is killed. `said` is what each rank sent."""
 
     def __init__(self, world: int, main: Main, *args: object) -> None:
-        context = workers()
+        context = forked()
         self._folder = tempfile.TemporaryDirectory()
         self._links: list[Connection] = []
         self.ranks: list[ForkServerProcess] = []

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from examples.hosts import Machines
+from tests.scripts import forked
 from tests.snapshot.rigs.parts import Layered
-from tests.snapshot.rigs.slotfill import workers
 from ucformat.errors import UcformatError
 from ucformat.group import current
 from ucformat.snapshot.room import Room
@@ -142,7 +142,7 @@ class Started:
 
 
 def launch(machines: Machines, run: Run, port: int) -> Started:
-    context = workers()
+    context = forked()
     started = Started([], [])
     for rank in range(len(run.hosts)):
         here, there = context.Pipe(duplex=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,13 +85,6 @@ def overwrite_for_ever(directory: str, link: Connection) -> None:
         step += 1
         take(slots, owned, step)
         link.send(step)
-
-
-def workers() -> multiprocessing.context.ForkServerContext:
-    """Processes that start in a moment, from a server that has imported everything once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def hold_lock(directory: str, link: Connection) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.checkpoints import flip, split_evenly
-from tests.snapshot.rigs.slotfill import W, assert_is_step, fill, hold_lock, opened, overwrite_for_ever, pieces, take, workers
+from tests.scripts import forked
+from tests.snapshot.rigs.slotfill import W, assert_is_step, fill, hold_lock, opened, overwrite_for_ever, pieces, take
 from ucformat.box import Box
 from ucformat.catalog import TensorSpec
 from ucformat.containers.envelope import VERSION
@@ -170,7 +171,7 @@ def test_versions_of_a_start_that_nobody_went_on_from_do_not_pass_for_newer(home
 
 
 def test_a_killed_process_leaves_a_whole_version_whenever_it_dies(home: Path) -> None:
-    context, chance = workers(), random.Random(3)
+    context, chance = forked(), random.Random(3)
     known = 0
     for _ in range(10):
         here, there = context.Pipe(duplex=False)
@@ -198,7 +199,7 @@ def test_a_process_killed_while_it_makes_or_adopts_slots_loses_nothing(home: Pat
     owned = pieces()
     with SlotSet.create(home, 0, 1, owned) as slots:
         take(slots, owned, 5)
-    context, chance = workers(), random.Random(4)
+    context, chance = forked(), random.Random(4)
     for _ in range(6):
         here, there = context.Pipe(duplex=False)
         worker = context.Process(target=hold_lock, args=(str(home), there), daemon=True)
@@ -378,7 +379,7 @@ def test_fewer_slots_than_before_leave_the_newest_versions(home: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused_until_its_process_dies(home: Path) -> None:
-    context = workers()
+    context = forked()
     here, there = context.Pipe()
     worker = context.Process(target=hold_lock, args=(str(home), there), daemon=True)
     worker.start()
