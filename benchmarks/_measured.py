@@ -86,8 +86,8 @@ def convert() -> Job:
     """Our converter, as the command line runs it."""
     from ucformat.cli import main  # what a conversion imports must count as its memory
 
-    def run(source: str, target: str, form: str) -> None:
-        sys.argv = ["ucconvert", source, target, "--to", form]
+    def run(source: str, target: str, form: str, *more: str) -> None:
+        sys.argv = ["ucconvert", source, target, "--to", form, *more]
         try:
             main()
         except SystemExit as end:
@@ -104,6 +104,31 @@ def dcp_to_torch_save() -> Job:
     return job
 
 
+def ds_to_universal() -> Job:
+    """DeepSpeed's own converter to a universal folder, with so many workers."""
+    from deepspeed.checkpoint import ds_to_universal as peer
+
+    def run(source: str, target: str, extract: str, merge: str) -> None:
+        tag = Path(source, "latest").read_text().strip()
+        sys.argv = ["ds_to_universal", "--input_folder", f"{source}/{tag}", "--output_folder", f"{target}/universal"]
+        sys.argv += ["--num_extract_workers", extract, "--num_merge_workers", merge, "--inject_missing_state"]
+        peer.main(peer.parse_arguments())
+        disk.sync(Path(target))
+
+    return run
+
+
+def zero_to_fp32() -> Job:
+    """DeepSpeed's own converter to fp32 weights in safetensors."""
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as peer
+
+    def run(source: str, target: str) -> None:
+        peer(source, target, safe_serialization=True)
+        disk.sync(Path(target))
+
+    return run
+
+
 def main() -> None:
     name, *args = sys.argv[1:]
     jobs: dict[str, Callable[[], Job]] = {
@@ -112,6 +137,8 @@ def main() -> None:
         "limit": limit,
         "convert": convert,
         "dcp_to_torch_save": dcp_to_torch_save,
+        "ds_to_universal": ds_to_universal,
+        "zero_to_fp32": zero_to_fp32,
     }
     job = jobs[name]()
     began, used = time.perf_counter(), time.process_time()

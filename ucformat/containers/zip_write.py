@@ -134,6 +134,11 @@ class RecordWriter:
         self._written: list[_Written] = []
         self._open: _Written | None = None
 
+    @property
+    def at(self) -> int:
+        """The file offset of the next byte."""
+        return self._at
+
     def add(self, name: str, data: bytes) -> None:
         """A whole record."""
         self.begin(name, len(data))

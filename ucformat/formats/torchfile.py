@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ucformat.containers.file_image import ByteRequest, stream
+from ucformat.containers.file_image import ByteRequest, Filled, stream
+from ucformat.containers.zip_template import ZipTemplate
 from ucformat.containers.zip_write import Outgoing, RecordWriter, pickle_tree, write_head, write_tail, zip_size
 from ucformat.dtypes import DTYPES
 from ucformat.formats.target import WriteJob
 from ucformat.lazy_torch import torch
-from ucformat.storage.store import Store
+from ucformat.storage.store import Bytes, Store
 
 _TOP = "archive"
+_SMALL_BYTES = 256 << 10  # of tensors; files below are made in memory
+_CLOSING = 2  # files at a time that are written, and not durable yet
 PADDING = -1
 """Instead of a piece: zeros."""
 
@@ -60,17 +65,84 @@ class Leaves:
         return TorchSaved(path, tree, self.made)
 
 
-def write_file(job: WriteJob, store: Store, file: TorchSaved) -> None:
-    """Write one file, front to back, in bounded memory. Raises StorageError."""
-    ranges = [part for parts in file.leaves.values() for part in parts]
-    data_pkl = pickle_tree(file.tree)
-    chunks = stream([part.stop - part.start for part in ranges], _source(job, ranges))
-    with store.writer(file.path, zip_size(_TOP, data_pkl, file.leaves)) as writer:
-        out = RecordWriter(writer.write, _TOP)
-        write_head(out, data_pkl)
-        for leaf in file.leaves:
-            out.add_stream(f"data/{leaf.key}", leaf.nbytes, chunks, job.on_bytes)
-        write_tail(out)
+def write_files(job: WriteJob, store: Store, files: Sequence[TorchSaved]) -> None:
+    """Write files of a directory that nobody reads yet, in bounded memory. Raises StorageError.
+
+    Small ones are read many at a time and made durable together: universal folders have thousands.
+    """
+    small = [file for file in files if file.nbytes < _SMALL_BYTES]
+    large = [file for file in files if file.nbytes >= _SMALL_BYTES]
+    if small:
+        store.put_all(_images(job, small))
+    chunks = _stream(job, large)
+    closing: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="ucf-close") as pool:  # the disk catches up while the next one is written
+        for file in large:
+            data_pkl = pickle_tree(file.tree)
+            writer = store.writer(file.path, zip_size(_TOP, data_pkl, file.leaves))
+            try:
+                _put(job, file, data_pkl, writer.write, chunks)
+            except BaseException:
+                writer.abort()
+                raise
+            closing.append(pool.submit(writer.close))
+            if len(closing) > _CLOSING:
+                closing.popleft().result()
+        while closing:
+            closing.popleft().result()
+
+
+def _stream(job: WriteJob, files: Sequence[TorchSaved]) -> Iterator[Filled]:
+    """The bytes of all leaves of files, one after another."""
+    ranges = [part for file in files for parts in file.leaves.values() for part in parts]
+    return stream([part.stop - part.start for part in ranges], _source(job, ranges)) if ranges else iter(())
+
+
+def _images(job: WriteJob, files: Sequence[TorchSaved]) -> Iterator[tuple[str, bytes]]:
+    """Path and bytes of each file. Most of thousands are alike but for the bytes of their tensors."""
+    chunks = _stream(job, files)
+    made: dict[object, ZipTemplate] = {}
+    for file in files:
+        key, leaves = _form(file.tree), list(file.leaves)
+        template = made.get(key) if key is not None else None
+        if template is None:
+            template = ZipTemplate.of(_TOP, pickle_tree(file.tree), leaves)
+            if key is not None:
+                made[key] = template
+        yield file.path, template.filled([_taken(chunks, leaf.nbytes, job.on_bytes) for leaf in leaves])
+
+
+def _taken(chunks: Iterator[Filled], nbytes: int, on_bytes: Callable[[int], None] | None) -> list[Bytes]:
+    """The next bytes, copied: their buffers are used again."""
+    found: list[Bytes] = []
+    while nbytes:
+        part = next(chunks)
+        found.append(part.data.copy())
+        nbytes -= len(part.data)
+        if on_bytes is not None:
+            on_bytes(len(part.data))
+    return found
+
+
+def _form(tree: object) -> object:
+    """What is equal for trees that give the same pickle; None where that is not known."""
+    if isinstance(tree, Outgoing):
+        return Outgoing, tree.key, tree.dtype, tree.shape
+    if isinstance(tree, (str, int, float, bool, type(None))):
+        return type(tree), repr(tree)
+    if type(tree) is not dict:
+        return None
+    items = [(key, _form(value)) for key, value in tree.items()]
+    return None if any(type(key) is not str or form is None for key, form in items) else (dict, *items)
+
+
+def _put(job: WriteJob, file: TorchSaved, data_pkl: bytes, put: Callable[[int, Bytes], None], chunks: Iterator[Filled]) -> None:
+    """Put a file, front to back, through `put(start, bytes)`; the bytes of its leaves are the next of `chunks`."""
+    out = RecordWriter(put, _TOP)
+    write_head(out, data_pkl)
+    for leaf in file.leaves:
+        out.add_stream(f"data/{leaf.key}", leaf.nbytes, chunks, job.on_bytes)
+    write_tail(out)
 
 
 def _source(job: WriteJob, ranges: Sequence[Range]) -> Callable[[Sequence[ByteRequest]], None]:

@@ -15,16 +15,17 @@ import shutil
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from ucformat.errors import FormatError, MissingFileError, StorageError, UnsupportedError
-from ucformat.storage import atomic, hold, page_cache
+from ucformat.storage import atomic, hold, page_cache, stamps
 from ucformat.storage.atomic import sync_directory
 from ucformat.storage.regular_file import open_regular, refuse_special
 from ucformat.storage.store import COPIED_BYTES, Bytes, Hold, Reader, Store, Writer, safe_path
+from ucformat.storage.together import write_together
 
 ALIGNMENT = 4096  # bytes; the page size, a multiple of every disk's logical block
 HUGE_BYTES = 2 << 20  # the size of a huge page
@@ -309,6 +310,10 @@ class LocalStore(Store):
         with _failing_as_storage(full := self._full(path)):
             atomic.put(full, data)
 
+    def put_all(self, files: Iterable[tuple[str, bytes]]) -> None:
+        with _failing_as_storage(self.url):
+            write_together((self._full(path), data) for path, data in files)
+
     def put_if_absent(self, path: str, data: bytes, part: str = "") -> bool:
         with _failing_as_storage(full := self._full(path)):
             return atomic.put_if_absent(full, data, part and self._full(part))
@@ -340,14 +345,10 @@ class LocalStore(Store):
         atomic.sync_or_warn(os.path.dirname(full))
 
     def identity(self, path: str) -> str | None:
-        try:
-            status = os.lstat(self._full(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise StorageError(self._full(path), error) from error
-        changed = "" if stat.S_ISDIR(status.st_mode) else f".{status.st_size}.{status.st_mtime_ns}"
-        return f"{status.st_dev}.{status.st_ino}{changed}"
+        return stamps.identity(self._full(path))
+
+    def stamp(self, path: str) -> str:
+        return stamps.stamp(self._full(path))
 
     def link(self, path: str, to: str) -> None:
         one, other = self._full(path), self._full(to)

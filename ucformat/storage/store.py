@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from ucformat.errors import FormatError, MissingFileError, UnsupportedError
 
 COPIED_BYTES = 8 << 20  # at a time, where a file is copied through this process
+_PUT_AT_A_TIME = 8  # small files
 Bytes = NDArray[np.uint8]
 """A flat writable or readable byte buffer."""
 
@@ -216,6 +219,19 @@ class Store(ABC):
         """Whether a path is a symbolic link, where the store has any."""
         return False
 
+    def put_all(self, files: Iterable[tuple[str, bytes]]) -> None:
+        """Write many small files, (path, bytes), which are durable together once it returns: into directories that nobody reads
+        yet, since each may be seen half written before. Raises StorageError; then some may be there.
+        """
+        with ThreadPoolExecutor(_PUT_AT_A_TIME) as pool:
+            under_way: deque[Future[None]] = deque()
+            for path, data in files:
+                under_way.append(pool.submit(self.put, path, data))
+                if len(under_way) >= 2 * _PUT_AT_A_TIME:
+                    under_way.popleft().result()
+            for future in under_way:
+                future.result()
+
     def put_if_absent(self, path: str, data: bytes, part: str = "") -> bool:
         """As `put`, unless a file of that name is there: then nothing happens. Whether it was written.
 
@@ -277,6 +293,13 @@ class Store(ABC):
         A symbolic link is not followed. Raises StorageError.
         """
         return None
+
+    def stamp(self, path: str) -> str:
+        """What differs once a file was written to, and stays when its directory is moved; empty where nothing tells.
+
+        Raises MissingFileError, StorageError.
+        """
+        return self.identity(path) or ""
 
     def link(self, path: str, to: str) -> None:
         """Let a file have another name, too; a copy where there are no such links. A symbolic link is made again.

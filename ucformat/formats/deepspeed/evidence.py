@@ -22,6 +22,7 @@ from ucformat.pickles.unpickle import StoredTensor
 HEAD_ITEMS = 4 << 10  # enough to tell a weight from others unless both are constant there
 _CHUNK_ITEMS = 1 << 20  # compared at a time where heads are equal
 _SAMPLE_ITEMS = 64  # of each run of a flat buffer: position is checked, not integrity
+_SPANS_AT_A_TIME = 8  # that a thread reads: a turn for each costs more than a small read
 _THREADS = 8
 _SHOWN = 4
 
@@ -54,8 +55,9 @@ def items_of(opened: Opened, span: Span) -> torch.Tensor:
 
 def read_spans(opened: Opened, spans: Sequence[Span]) -> list[torch.Tensor]:
     """The items of each span, read side by side."""
+    some = [spans[at : at + _SPANS_AT_A_TIME] for at in range(0, len(spans), _SPANS_AT_A_TIME)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda span: items_of(opened, span), spans))
+        return [items for found in pool.map(lambda part: [items_of(opened, span) for span in part], some) for items in found]
 
 
 def same_values(opened: Opened, one: StoredTensor, other: StoredTensor) -> bool:

@@ -32,7 +32,7 @@ from ucformat.formats.deepspeed.run_state import (
 from ucformat.formats.deepspeed.shuffle import round_robin, shuffled
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Companions, WriteJob, shorten
-from ucformat.formats.torchfile import PADDING, Leaves, Range, TorchSaved, write_file
+from ucformat.formats.torchfile import PADDING, Leaves, Range, TorchSaved, write_files
 from ucformat.lazy_torch import torch
 from ucformat.naming import MASTER
 from ucformat.storage.store import Store
@@ -101,8 +101,7 @@ def write(job: WriteJob) -> None:
     files = _files(run)
 
     def write_mine(store: Store) -> None:
-        for file in files[job.group.rank :: job.group.size]:
-            write_file(job, store, file)
+        write_files(job, store, files[job.group.rank :: job.group.size])
 
     publish(job, write_mine, lambda store: tagged.put(store, job.notes, NAME, POINTER, run.tag), last=POINTER)
 

@@ -29,7 +29,7 @@ from ucformat.formats.deepspeed.run_state import (
 )
 from ucformat.formats.staging import publish
 from ucformat.formats.target import Companions, WriteJob, shorten
-from ucformat.formats.torchfile import Leaves, Range, TorchSaved, write_file
+from ucformat.formats.torchfile import Leaves, Range, TorchSaved, write_files
 from ucformat.formats.ucp.folder import GLOBAL, NAME, POINTER, STATE
 from ucformat.naming import MASTER
 from ucformat.storage.store import Store
@@ -49,8 +49,7 @@ def write(job: WriteJob) -> None:
     tag, files, _, _ = plan(job)
 
     def write_mine(store: Store) -> None:
-        for file in files[job.group.rank :: job.group.size]:
-            write_file(job, store, file)
+        write_files(job, store, files[job.group.rank :: job.group.size])
 
     publish(job, write_mine, lambda store: tagged.put(store, job.notes, NAME, POINTER, tag), last=POINTER)
 
