@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 if sys.version_info < (3, 11):
     pytest.skip("zarr with data types of other packages needs Python 3.11", allow_module_level=True)
@@ -22,11 +24,13 @@ from zarr.core.buffer import default_buffer_prototype
 import ucformat
 from specs.run_conformance import GOLDEN
 from tests.checkpoints import CountingStore, split_evenly, write_native
+from ucformat.containers.checksums import BLOCK_BYTES
 from ucformat.errors import ChecksumError, UnsupportedError
 from ucformat.formats.native import open_catalog
 from ucformat.formats.source import Source
 from ucformat.reshard.reading.lazy import Checkpoint, read_bits
-from ucformat.zarr.layout import CHUNK_BYTES, chunk_shape, node_path
+from ucformat.zarr.byte_range import boxes_of_items
+from ucformat.zarr.layout import CHUNK_BYTES, CHUNKS, chunk_shape, node_path
 
 GROUPS = ["basic", "dtypes", "boxes", "training", "names", "parts", "empty", "run", "snapshot"]
 
@@ -82,7 +86,7 @@ def test_chunks_follow_regular_fragments_and_are_bounded(tmp_path: Path) -> None
     catalog = ucformat.open(tmp_path).catalog
     assert chunk_shape(catalog, "even") == (2, 8)
     assert chunk_shape(catalog, "uneven") == (7, 5)
-    assert chunk_shape(catalog, "large") == (CHUNK_BYTES // 4096, 1024)
+    assert chunk_shape(catalog, "large") == ((16 << 20) // CHUNKS // 4096, 1024)
 
 
 def test_a_slice_reads_its_chunks_only(tmp_path: Path) -> None:
@@ -94,6 +98,55 @@ def test_a_slice_reads_its_chunks_only(tmp_path: Path) -> None:
     assert isinstance(array, zarr.Array)
     np.testing.assert_array_equal(array[1000:1010, :3], np.arange(1000 * 1024, 1010 * 1024).reshape(10, 1024)[:, :3])
     assert store.total <= 2 * CHUNK_BYTES
+
+
+def test_a_slice_of_one_percent_reads_three_percent_and_blocks(tmp_path: Path) -> None:
+    write_native(tmp_path, {"w": torch.arange(4 << 20, dtype=torch.float32).reshape(4096, 1024)})
+    store = CountingStore(str(tmp_path))
+    array = zarr.open_group(ucformat.zarr_store(Checkpoint(open_catalog(Source(store)))), mode="r")["w"]
+    assert isinstance(array, zarr.Array)
+    for first in (0, 1003, 4055):
+        store.read_bytes.clear()
+        found = array[first : first + 41]
+        np.testing.assert_array_equal(found, np.arange(first * 1024, (first + 41) * 1024).reshape(41, 1024))
+        assert store.total <= 0.03 * array.nbytes + 2 * BLOCK_BYTES
+
+
+def test_a_byte_range_of_a_chunk_reads_its_blocks_only(tmp_path: Path) -> None:
+    write_native(tmp_path, {"w": torch.arange(64 << 20, dtype=torch.int32)})
+    store = CountingStore(str(tmp_path))
+    zarr_store = ucformat.zarr_store(Checkpoint(open_catalog(Source(store))))
+    asyncio.run(zarr_store.get("w/c/0", default_buffer_prototype(), RangeByteRequest(0, 4)))  # and the table of checksums
+    store.read_bytes.clear()
+    found = asyncio.run(zarr_store.get("w/c/3", default_buffer_prototype(), RangeByteRequest(4000, 4008)))
+    assert found is not None
+    assert np.frombuffer(found.to_bytes(), np.int32).tolist() == [3 * CHUNK_BYTES // 4 + 1000, 3 * CHUNK_BYTES // 4 + 1001]
+    assert store.total < CHUNK_BYTES // 2
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.integers(0, 700), st.integers(0, 700))
+def test_boxes_of_a_byte_range_are_its_items_in_order(shape: list[int], start: int, stop: int) -> None:
+    items = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    start, stop = min(start, items.size), min(stop, items.size)
+    boxes = list(boxes_of_items(tuple(shape), start, stop))
+    parts = [items[tuple(slice(o, o + n) for o, n in zip(box.offset, box.length, strict=True))] for box in boxes]
+    assert [n for part in parts for n in part.reshape(-1)] == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_directory_of_many_tensors_is_listed_without_a_walk_over_chunks(tmp_path: Path) -> None:
+    write_native(tmp_path, {f"layer.{i}/w": torch.zeros(2) for i in range(300)} | {"large": torch.zeros(1 << 16, 16)})
+    store = ucformat.zarr_store(tmp_path)
+    store._chunk_keys = None  # type: ignore[assignment, method-assign]  # a walk would fail
+
+    async def names(path: str) -> list[str]:
+        return [name async for name in store.list_dir(path)]
+
+    assert len(asyncio.run(names(""))) == 302
+    assert asyncio.run(names("layer.7")) == ["w", "zarr.json"]
+    assert asyncio.run(names("large/c")) == sorted(map(str, range(64)))
+    assert asyncio.run(names("large/c/63")) == ["0"]
+    assert asyncio.run(names("large/c/64")) == asyncio.run(names("large/c/²")) == asyncio.run(names("nothing")) == []
 
 
 def test_damage_is_an_error_and_never_a_fill_value(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from ucformat.errors import UnsupportedError
 from ucformat.zarr.dtypes import data_type, fill_value, is_bits
 
 CHUNK_BYTES = 1 << 20  # zarr reads whole chunks: small enough for slices, large enough for full speed
+SLICE_BYTES = 1 << 16  # a block of checksums: smaller chunks would read as much
+CHUNKS = 128  # of a tensor, at least: a slice of 1 % touches two more than it fills, and reads 3 % at most
 
 
 def node_path(name: str) -> str:
@@ -35,11 +37,12 @@ def chunk_shape(catalog: Catalog, name: str) -> tuple[int, ...]:
     number = catalog.find(name)
     spec = catalog.tensors[number]
     chunk = [max(1, n) for n in _grid(catalog, number) or spec.shape]
+    bound = min(CHUNK_BYTES, max(SLICE_BYTES, spec.nbytes // CHUNKS))
     for d in range(len(chunk)):
         rest = math.prod(chunk[d + 1 :]) * spec.kind.itemsize
-        if chunk[d] * math.prod(chunk[:d]) * rest <= CHUNK_BYTES:
+        if chunk[d] * math.prod(chunk[:d]) * rest <= bound:
             break
-        chunk[d] = max(1, CHUNK_BYTES // (rest * math.prod(chunk[:d])))
+        chunk[d] = max(1, bound // (rest * math.prod(chunk[:d])))
     return tuple(chunk)
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
 
 import numpy as np
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from numpy.typing import NDArray
+from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 
+from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.look import StrPath
 from ucformat.look import open as open_checkpoint
 from ucformat.reshard.reading.lazy import Checkpoint, read_bits
+from ucformat.zarr.byte_range import bounds, boxes_of_items
 from ucformat.zarr.dtypes import EXTENSIONS, register
 from ucformat.zarr.layout import chunk_box, hierarchy, node_path
 
@@ -44,11 +49,28 @@ class CheckpointStore(Store):
     supports_listing = True
     supports_partial_writes = False
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, *, read_only: bool = True) -> None:
+        if not read_only:
+            raise ValueError(f"{catalog.url}: a checkpoint is a read-only store; pass read_only=True")
         super().__init__(read_only=True)
         self._catalog = catalog
         self._nodes = hierarchy(catalog)
         self._names = {node_path(name): name for name in catalog.names}
+        self._children: dict[str, list[str]] = {}
+        for path in self._nodes:
+            if path:
+                parent, _, last = path.rpartition("/")
+                self._children.setdefault(parent, []).append(last)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The catalog alone; the rest is made from it, in workers of dask for example."""
+        return {"catalog": self._catalog, "open": self._is_open}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if any(spec.dtype in EXTENSIONS for spec in state["catalog"].tensors):
+            register()
+        self.__init__(state["catalog"])  # type: ignore[misc]
+        self._is_open = state["open"]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointStore) and self._catalog.url == other._catalog.url and self._nodes == other._nodes
@@ -65,8 +87,8 @@ class CheckpointStore(Store):
         return CheckpointStore(self._catalog)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        data = await asyncio.to_thread(self._read, key)
-        return None if data is None else prototype.buffer.from_bytes(_cut(data, byte_range))
+        data = await asyncio.to_thread(self._read, key, byte_range)
+        return None if data is None else prototype.buffer.from_bytes(data)
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -77,21 +99,60 @@ class CheckpointStore(Store):
         path, _, last = key.rpartition("/")
         return (last == METADATA and path in self._nodes) or self._chunk(key) is not None
 
-    def _read(self, key: str) -> bytes | None:
+    async def getsize(self, key: str) -> int:
+        size = self._size(key)
+        if size is None:
+            raise FileNotFoundError(key)
+        return size
+
+    def _metadata(self, key: str) -> bytes | None:
         path, _, last = key.rpartition("/")
-        if last == METADATA and path in self._nodes:
-            return json.dumps(self._nodes[path]).encode()
+        return json.dumps(self._nodes[path]).encode() if last == METADATA and path in self._nodes else None
+
+    def _size(self, key: str) -> int | None:
+        """Bytes of a value, without reading it; None where there is none."""
+        metadata = self._metadata(key)
+        if metadata is not None:
+            return len(metadata)
         found = self._chunk(key)
-        if found is None:
+        return None if found is None else math.prod(self._grid(found[0])) * self._catalog.spec(found[0]).kind.itemsize
+
+    def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
+        metadata = self._metadata(key)
+        if metadata is not None:
+            start, stop = bounds(len(metadata), part)
+            return metadata[start:stop]
+        found = self._chunk(key)
+        size = self._size(key)
+        if found is None or size is None:
             return None
-        name, index = found
+        start, stop = bounds(size, part)
+        itemsize = self._catalog.spec(found[0]).kind.itemsize
+        first = start // itemsize
+        items = self._items(*found, first, -(-stop // itemsize))
+        return items.tobytes()[start - first * itemsize : stop - first * itemsize]
+
+    def _items(self, name: str, index: tuple[int, ...], start: int, stop: int) -> NDArray[Any]:
+        """Items `start` to `stop` of a chunk; those beyond the tensor's edge, which chunks have by zarr's rules, are zero."""
         spec, shape = self._catalog.spec(name), self._grid(name)
-        box = chunk_box(spec.shape, shape, index)
-        assert box is not None
-        (bits,) = read_bits(self._catalog, [(name, box)])
-        if bits.shape != shape:  # chunks at the edge are stored whole
-            bits = np.pad(bits, [(0, whole - n) for n, whole in zip(bits.shape, shape, strict=True)])
-        return bits.tobytes()
+        chunk = chunk_box(spec.shape, shape, index)
+        assert chunk is not None
+        boxes = list(boxes_of_items(shape, start, stop))
+        stored = [_within(box, chunk) for box in boxes]
+        wanted = [(name, box) for box in stored if box is not None]
+        found = iter(read_bits(self._catalog, wanted) if wanted else ())
+        parts = [np.zeros(0, spec.kind.numpy)]
+        for box, there in zip(boxes, stored, strict=True):
+            whole = np.zeros(box.length, spec.kind.numpy) if there is None or there.length != box.length else None
+            if there is not None:
+                bits = next(found)
+                if whole is None:
+                    whole = bits
+                else:
+                    whole[tuple(map(slice, there.length))] = bits
+            assert whole is not None
+            parts.append(whole.reshape(-1))
+        return parts[1] if len(boxes) == 1 else np.concatenate(parts)
 
     def _grid(self, name: str) -> tuple[int, ...]:
         return tuple(self._nodes[node_path(name)]["chunk_grid"]["configuration"]["chunk_shape"])
@@ -103,7 +164,7 @@ class CheckpointStore(Store):
         if not separator or name is None:
             return None
         parts = rest.rstrip("/").split("/") if rest else []
-        if not all(part.isascii() and part.isdigit() and str(int(part)) == part for part in parts):
+        if not all(map(_is_index, parts)):
             return None
         shape, index = self._catalog.spec(name).shape, tuple(map(int, parts))
         if len(index) != len(shape) or chunk_box(shape, self._grid(name), index) is None:
@@ -117,24 +178,43 @@ class CheckpointStore(Store):
                 for key in self._chunk_keys(path):
                     yield key
 
-    def _chunk_keys(self, path: str) -> Iterable[str]:
+    def _chunk_counts(self, path: str) -> tuple[int, ...]:
         shape = self._catalog.spec(self._names[path]).shape
-        counts = [-(-n // chunk) for n, chunk in zip(shape, self._grid(self._names[path]), strict=True)]
-        return ("/".join((path, "c", *map(str, index))) for index in np.ndindex(*counts))
+        return tuple(-(-n // chunk) for n, chunk in zip(shape, self._grid(self._names[path]), strict=True))
+
+    def _chunk_keys(self, path: str) -> Iterator[str]:
+        return ("/".join((path, "c", *map(str, index))) for index in np.ndindex(*self._chunk_counts(path)))
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        async for key in self.list():
+        for path in self._nodes:
+            key = f"{path}/{METADATA}" if path else METADATA
             if key.startswith(prefix):
                 yield key
+            chunks = f"{path}/c"
+            if path in self._names and (chunks.startswith(prefix) or prefix.startswith(chunks)):
+                for key in self._chunk_keys(path):
+                    if key.startswith(prefix):
+                        yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        path = prefix.strip("/")
-        below = f"{path}/" if path else ""
-        found: set[str] = set()
-        async for key in self.list_prefix(below):
-            found.add(key[len(below) :].partition("/")[0])
-        for name in sorted(found):
+        """Names right below a path, without a walk over what lies further down."""
+        for name in sorted(set(self._below(prefix.strip("/")))):
             yield name
+
+    def _below(self, path: str) -> Iterable[str]:
+        if path in self._nodes:
+            yield METADATA
+            yield from self._children.get(path, ())
+            if path in self._names and 0 not in self._chunk_counts(path):
+                yield "c"
+            return
+        array, separator, index = f"{path}/".rpartition("/c/")
+        if not separator or array not in self._names:
+            return
+        counts, above = self._chunk_counts(array), index.rstrip("/").split("/") if index else []
+        inside = all(_is_index(part) and int(part) < n for part, n in zip(above, counts, strict=False))
+        if inside and len(above) < len(counts) and 0 not in counts:
+            yield from map(str, range(counts[len(above)]))
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()
@@ -143,13 +223,14 @@ class CheckpointStore(Store):
         self._check_writable()
 
 
-def _cut(data: bytes, part: ByteRequest | None) -> bytes:
-    if part is None:
-        return data
-    if isinstance(part, RangeByteRequest):
-        return data[part.start : part.end]
-    if isinstance(part, OffsetByteRequest):
-        return data[part.offset :]
-    if isinstance(part, SuffixByteRequest):
-        return data[max(0, len(data) - part.suffix) :]
-    raise TypeError(f"Unexpected byte_range, got {part}.")
+def _is_index(text: str) -> bool:
+    """Whether it is a number as keys of chunks have it: without signs, leading zeros and digits of other scripts."""
+    return text.isascii() and text.isdigit() and str(int(text)) == text
+
+
+def _within(box: Box, chunk: Box) -> Box | None:
+    """The items of a tensor that lie in a box of a chunk; None where there are none."""
+    length = tuple(min(n, size - o) for o, n, size in zip(box.offset, box.length, chunk.length, strict=True))
+    if any(n <= 0 for n in length):
+        return None
+    return Box(tuple(o + c for o, c in zip(box.offset, chunk.offset, strict=True)), length)
