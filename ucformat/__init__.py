@@ -16,7 +16,8 @@ from ucformat import errors
 from ucformat.errors import UcformatError
 
 if TYPE_CHECKING:
-    from ucformat.api import convert, load, prune, resume, save
+    from ucformat.api import convert, index, load, prune, resume, save
+    from ucformat.formats.adopted.write import AdoptReport
     from ucformat.look import diff, fingerprint, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
     from ucformat.reshard.convert import ConvertReport
     from ucformat.reshard.diff import Diff, Difference
@@ -42,6 +43,7 @@ __all__ = [
     "resume",
     "open",
     "convert",
+    "index",
     "steps",
     "prune",
     "latest",
@@ -49,6 +51,7 @@ __all__ = [
     "diff",
     "fingerprint",
     "inspect",
+    "AdoptReport",
     "LoadReport",
     "ConvertReport",
     "MeshLayout",
@@ -82,8 +85,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("convert", "load", "prune", "resume", "save"), "api"),
+    **dict.fromkeys(("convert", "index", "load", "prune", "resume", "save"), "api"),
     **dict.fromkeys(("diff", "fingerprint", "inspect", "latest", "open", "steps", "verify"), "look"),
+    "AdoptReport": "formats.adopted.write",
     "LoadReport": "reshard.load",
     "ConvertReport": "reshard.convert",
     **dict.fromkeys(("Damage", "Verification"), "reshard.verify"),

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from ucformat import formats, values
 from ucformat.errors import CheckpointChangedError, ExistsError, MissingFileError, NotACheckpointError, UcformatError
 from ucformat.formats import native
+from ucformat.formats.adopted.write import AdoptReport
 from ucformat.formats.native.manifest import MANIFEST
 from ucformat.formats.source import locate
 from ucformat.group import Group, current
 from ucformat.look import StrPath, checked_step, diff, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
 from ucformat.naming import Rename, rename_catalog
+from ucformat.reshard import adopt as adopting
 from ucformat.reshard.convert import convert
 from ucformat.reshard.load import LoadOptions, LoadReport, load_state
 from ucformat.reshard.prune import prune
@@ -28,7 +30,7 @@ from ucformat.reshard.selection.select import expect_matches, narrow
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
 
-__all__ = ["convert", "diff", "inspect", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"]
+__all__ = ["convert", "diff", "index", "inspect", "latest", "load", "open", "prune", "resume", "save", "steps", "verify"]
 _LOG = logging.getLogger("ucformat")
 LOOKS = 20  # for a checkpoint that changes while it is read: each time, another writer has committed
 T = TypeVar("T")
@@ -198,6 +200,21 @@ def load(
     options = LoadOptions(rules, rename, cast, verify, on_bytes, family)
     live, group = into, current(process_group)
     return _again_if_replaced(where, number, lambda: load_state(where, number, live, options, group), group)
+
+
+def index(path: StrPath, *, checksums: bool = False) -> AdoptReport:
+    """Adopt a foreign checkpoint in place: put `ucf.json` and an index beside its files. No tensor is copied.
+
+    `load`, `open` and all else then open `path` by the index, as fast as a native checkpoint: a DeepSpeed or Megatron run of
+    thousands of files need not be searched again. The files stay as they are, and their own program's. One that was changed or
+    removed since is an error, by its size and the time of its last change. `checksums`: verify what the files' own format lets
+    one verify, then keep a digest of each block of 256 KiB, so that damage is found where it is read; this reads everything.
+    An index that is there already is replaced. One process calls it.
+
+    Raises what `open` raises; UnsupportedError naming tensors that are stored transposed or overlap, and for a single file;
+    ChecksumError for damage, CheckpointChangedError, StorageError where nothing can be written.
+    """
+    return adopting.index(os.fspath(path), checksums=checksums)
 
 
 def _again_if_replaced(where: str, step: int | None, load_once: Callable[[], T], group: Group) -> T:

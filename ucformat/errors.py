@@ -132,6 +132,13 @@ class FormatError(UcformatError):
         super().__init__(f"{_where(file, start, stop)}: {why}")
 
 
+class SourceChangedError(FormatError):
+    """A foreign file is not what it was when it was indexed: the index may lead to wrong bytes."""
+
+    def __init__(self, file: str, why: str, start: int, stop: int) -> None:
+        super().__init__(file, f"{why}: index it again (`ucconvert index`), or remove ucf.json to read it without", start, stop)
+
+
 class UnsupportedError(UcformatError):
     """Recognised, and refused: the message says what it is and what would be needed."""
 

@@ -14,6 +14,7 @@ import typer
 from ucformat.cli.convert import convert
 from ucformat.cli.diff import diff
 from ucformat.cli.fingerprint import fingerprint
+from ucformat.cli.index import index
 from ucformat.cli.inspect import inspect
 from ucformat.cli.prune import prune
 from ucformat.cli.reindex import reindex
@@ -55,9 +56,9 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, inspect, verify, diff, fingerprint, reindex, prune, validate):
+for verb in (convert, inspect, verify, diff, fingerprint, index, reindex, prune, validate):
     app.command(no_args_is_help=True)(verb)
-VERBS = ("convert", "inspect", "verify", "diff", "fingerprint", "reindex", "prune", "validate")
+VERBS = ("convert", "inspect", "verify", "diff", "fingerprint", "index", "reindex", "prune", "validate")
 _OWN = ("-h", "--help", "--version")
 
 

@@ -25,6 +25,7 @@ _LOG = logging.getLogger("ucformat")
 _OWN = MappingProxyType(
     {
         "snapshot": "snapshot",
+        "adopted": "adopted",
         "native": "native",
         "megatron": "megatron",
         "dcp": "dcp",

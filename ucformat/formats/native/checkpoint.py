@@ -10,7 +10,7 @@ looks again, and fails only when the record that names it still stands.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ucformat import values as trees
 from ucformat.catalog import Catalog, File, Notes
@@ -85,9 +85,9 @@ def changed(store: Store, data: bytes) -> bool:
         return True
 
 
-def check_aliases(record: Record, names: Collection[str], where: str) -> None:
+def check_aliases(aliases: Mapping[str, str], names: Collection[str], where: str) -> None:
     """Raises FormatError for an alias that is no other name of one of the tensors `names`."""
-    for alias, target in record.aliases.items():
+    for alias, target in aliases.items():
         if target not in names or alias in names:
             why = f"alias {alias!r} of {target!r} does not name a stored tensor, or hides one"
             raise FormatError(where, why, clause="alias.name" if alias in names else "alias.target")
@@ -96,7 +96,7 @@ def check_aliases(record: Record, names: Collection[str], where: str) -> None:
 def catalog_of(store: Store, record: Record, index: Index) -> Catalog:
     """The catalog of a commit record and its index. Raises FormatError for aliases and values that break the format."""
     where = f"{store.url}/{MANIFEST}"
-    check_aliases(record, {spec.name for spec in index.tensors}, where)
+    check_aliases(record.aliases, {spec.name for spec in index.tensors}, where)
     files = tuple(File(shard.file, shard.size, ShardChecks(shard, record.block_bytes)) for shard in record.shards)
     notes = Notes(record.origin, record.step, record.mesh, record.remarks, record.origin_layout)
     values = trees.decode(bytes(record.values), where)

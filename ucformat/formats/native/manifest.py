@@ -190,6 +190,18 @@ def read_index(store: Store, record: Record) -> Index:
 
 def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
     """Tensors and fragments from the bytes of an index, checked against the shards of `record`."""
+    return _decode_index(data, where, [(shard.file, shard.data_start, shard.table_start) for shard in record.shards], apart=True)
+
+
+def decode_index_of(data: NDArray[np.uint8], where: str, files: Sequence[tuple[str, int]]) -> Index:
+    """The same for files of other programs, of which each is (path, size): fragments may lie anywhere in them, and share bytes
+    (the step that all parameters have).
+    """
+    return _decode_index(data, where, [(path, 0, size) for path, size in files], apart=False)
+
+
+def _decode_index(data: NDArray[np.uint8], where: str, room: Sequence[tuple[str, int, int]], *, apart: bool) -> Index:
+    """`room`: files, and the bytes [start, stop) of each in which fragments may lie; `apart`: none shares bytes with another."""
     try:
         columns, dtypes = _columns(data, where)
         tensors = _tensors(columns, dtypes)
@@ -197,7 +209,9 @@ def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
     except (KeyError, ValueError, IndexError, TypeError, RecursionError) as error:
         clause = getattr(error, "clause", "index.columns")
         raise FormatError(where, f"malformed index: {error}", 0, len(data), clause) from error
-    _check_rows(tensors, table, record, where)
+    stop = _check_rows(tensors, table, room, where)
+    if apart:
+        _check_apart(tensors, table, stop, room, where)
     return Index(tensors, table)
 
 
@@ -278,8 +292,8 @@ def _table(columns: dict[str, NDArray[np.generic]], tensors: Sequence[TensorSpec
     return table
 
 
-def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Record, where: str) -> None:
-    """Every fragment lies inside its tensor and inside the blocks of its shard."""
+def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, room: Sequence[tuple[str, int, int]], where: str) -> Ints:
+    """Every fragment lies inside its tensor and inside the blocks of its shard; (N,) where each ends in its file."""
     ndim = table.offset.shape[1]
     if any(len(spec.shape) > ndim for spec in tensors):
         raise FormatError(where, "fragments have fewer dimensions than their tensors", clause="index.columns")
@@ -289,13 +303,13 @@ def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Rec
         spec = tensors[int(np.flatnonzero(huge)[0])]
         raise FormatError(where, f"tensor {spec.name!r} has an impossible shape {list(spec.shape)}", clause="index.size")
     size = np.array([spec.kind.itemsize for spec in tensors], dtype=np.int64)
-    low = np.array([shard.data_start for shard in record.shards], dtype=np.int64)
-    high = np.array([shard.table_start for shard in record.shards], dtype=np.int64)
+    low = np.array([start for _, start, _ in room], dtype=np.int64)
+    high = np.array([stop for _, _, stop in room], dtype=np.int64)
     stop = np.empty(len(table), dtype=np.int64)
     for first in range(0, len(table), _ROWS_AT_A_TIME):
         rows = slice(first, first + _ROWS_AT_A_TIME)
         tensor, file, start = table.tensor[rows], table.file[rows], table.start[rows]
-        if (file < 0).any() or int(file.max()) >= len(record.shards):
+        if (file < 0).any() or int(file.max()) >= len(room):
             raise FormatError(where, "a fragment names a shard that is not in the commit record", clause="index.shard")
         outside = np.zeros(len(tensor), dtype=np.bool_)
         nbytes = size[tensor].astype(np.float64)  # float: a hostile product may pass 2^63
@@ -306,17 +320,23 @@ def _check_rows(tensors: Sequence[TensorSpec], table: FragmentTable, record: Rec
         bad: NDArray[np.bool_] = outside | (start < low[file]) | (start + nbytes > high[file])
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            _refuse(tensors, table, record, first + at, int(nbytes[at]), "index.box" if outside[at] else "index.bytes", where)
+            _refuse(tensors, table, room, first + at, int(nbytes[at]), "index.box" if outside[at] else "index.bytes", where)
         stop[rows] = start + nbytes.astype(np.int64)
-    _check_apart(tensors, table, stop, record, where)
+    return stop
 
 
 def _refuse(
-    tensors: Sequence[TensorSpec], table: FragmentTable, record: Record, row: int, nbytes: int, clause: str, where: str
+    tensors: Sequence[TensorSpec],
+    table: FragmentTable,
+    room: Sequence[tuple[str, int, int]],
+    row: int,
+    nbytes: int,
+    clause: str,
+    where: str,
 ) -> NoReturn:
     spec, start = tensors[table.tensor[row]], int(table.start[row])
     raise FormatError(
-        f"{where}: shard {record.shards[table.file[row]].file}",
+        f"{where}: shard {room[table.file[row]][0]}",
         f"tensor {spec.name!r}: box {table.box(row, len(spec.shape))} lies outside the tensor or the shard's data",
         start,
         start + nbytes,
@@ -324,7 +344,9 @@ def _refuse(
     )
 
 
-def _check_apart(tensors: Sequence[TensorSpec], table: FragmentTable, stop: Ints, record: Record, where: str) -> None:
+def _check_apart(
+    tensors: Sequence[TensorSpec], table: FragmentTable, stop: Ints, room: Sequence[tuple[str, int, int]], where: str
+) -> None:
     """No two fragments share bytes: a small shard could pass for a large checkpoint, and one flip would damage many tensors."""
     order = _by_file(table)
     at = _first_shared(order, table, stop)
@@ -335,7 +357,7 @@ def _check_apart(tensors: Sequence[TensorSpec], table: FragmentTable, stop: Ints
         row, then = order[at : at + 2]
         one, other = (tensors[table.tensor[i]].name for i in (row, then))
         why = f"fragments of {one!r} and {other!r} share bytes"
-        file = record.shards[table.file[row]].file
+        file = room[table.file[row]][0]
         raise FormatError(f"{where}: shard {file}", why, int(table.start[then]), int(stop[row]), "index.shared")
 
 

@@ -182,7 +182,7 @@ def _index(store: Store, record: Record, index: Index, where: str) -> Iterator[V
             )
     yield from _packed(index.tensors, index.fragments, path, start)
     try:
-        check_aliases(record, {spec.name for spec in index.tensors}, where)
+        check_aliases(record.aliases, {spec.name for spec in index.tensors}, where)
     except FormatError as error:
         yield of_error(error, where)
     yield from _coverage(index, [shard.file for shard in record.shards], store.url, path)
