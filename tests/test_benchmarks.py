@@ -22,6 +22,7 @@ TINY = {
     "snapshot_gpu": ("--billions", "0.01"),
     "s3": ("--size", "0.02"),
     "scale": ("--tensors", "16", "--ranks", "64", "128"),
+    "zarr": ("--size", "0.03"),
 }
 RATIOS = {
     "plan": {"open_plan_vs_dcp"},
@@ -42,6 +43,7 @@ RATIOS = {
     "snapshot_gpu": set(),  # nothing without a device
     "s3": {"save_vs_plain", "load_vs_plain"},
     "scale": {"second_save_vs_first"},
+    "zarr": {"whole_vs_zarr", "slices_vs_zarr"},
 }
 
 

@@ -67,8 +67,8 @@ def chunk_box(shape: tuple[int, ...], chunk: tuple[int, ...], index: tuple[int, 
 
 
 def array_metadata(catalog: Catalog, name: str) -> dict[str, Any]:
-    """The `zarr.json` of a tensor."""
-    spec = catalog.spec(name)
+    """The `zarr.json` of a tensor. Its dimensions are named for it, as xarray wants equal names to be of equal lengths."""
+    spec, last = catalog.spec(name), node_path(name).rpartition("/")[2]
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -78,6 +78,7 @@ def array_metadata(catalog: Catalog, name: str) -> dict[str, Any]:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill_value(spec.dtype),
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "dimension_names": [f"{last}[{d}]" for d in range(len(spec.shape))],
         "attributes": {"ucf:name": name, "ucf:dtype": spec.dtype, **({"ucf:bits": True} if is_bits(spec.dtype) else {})},
     }
 
