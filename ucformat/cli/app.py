@@ -19,6 +19,7 @@ from ucformat.cli.inspect import inspect
 from ucformat.cli.prune import prune
 from ucformat.cli.reindex import reindex
 from ucformat.cli.screen import is_leader, listen, sweep_up, tell_error
+from ucformat.cli.slots import slots
 from ucformat.cli.validate import validate
 from ucformat.cli.verify import verify
 from ucformat.errors import UcformatError
@@ -56,9 +57,9 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, inspect, verify, diff, fingerprint, index, reindex, prune, validate):
-    app.command(no_args_is_help=True)(verb)
-VERBS = ("convert", "inspect", "verify", "diff", "fingerprint", "index", "reindex", "prune", "validate")
+for verb in (convert, inspect, verify, diff, fingerprint, index, reindex, prune, slots, validate):
+    app.command(no_args_is_help=verb is not slots)(verb)  # without a directory, `slots` lists all
+VERBS = ("convert", "inspect", "verify", "diff", "fingerprint", "index", "reindex", "prune", "slots", "validate")
 _OWN = ("-h", "--help", "--version")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from ucformat.cli.screen import bytes_text, count_text, is_leader, remark, say, say_json
+from ucformat.cli.screen import is_leader, say_json
+from ucformat.cli.slots import print_leftovers
 
 
 def prune(
@@ -18,7 +19,7 @@ def prune(
     Only what ucformat has written is ever removed, and nothing that a running job is still writing.
     """
     from ucformat.reshard.prune import prune as remove
-    from ucformat.snapshot.slots.leftovers import prune_slots
+    from ucformat.snapshot.recovery.leftovers import prune_slots
 
     if not is_leader():
         return
@@ -26,11 +27,4 @@ def prune(
     if json:
         say_json(found)
         return
-    free = [item for item in found if not item.in_use]
-    for item in found:
-        stays = " (in use or too young to tell: stays)" if item.in_use else ""
-        say(f"{item.path}: {item.what}, {bytes_text(item.nbytes)}{stays}")
-    done = "removed" if yes else "would remove"
-    say(f"{done} {count_text(len(free), 'leftover')}, {bytes_text(sum(item.nbytes for item in free))}")
-    if free and not yes:
-        remark("nothing was changed: pass --yes to remove these")
+    print_leftovers(found, removed=yes)

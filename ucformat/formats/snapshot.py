@@ -38,6 +38,8 @@ from ucformat.storage.store import Store
 
 NAME = "snapshot"
 LOCK = "lock"
+KEEPER_LOCK = "keeper.lock"
+"""Held by a rank's keeper, which outlives its trainer until the version in hand is persisted."""
 _RANK = re.compile(r"rank-(\d{5,})/")
 _RECORD = re.compile(r"slot-(\d+)\.json")
 _UNHASHED = "0" * 16  # stands where a digest is due, and is never compared

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from ucformat.errors import MissingFileError, SnapshotInUseError
-from ucformat.formats.snapshot import rank_name
+from ucformat.formats.snapshot import KEEPER_LOCK, rank_name
 from ucformat.snapshot.keeper import slot_copy
 from ucformat.snapshot.keeper.messages import (
     COMMANDS,
@@ -41,7 +41,6 @@ OOM_SCORE = 500  # of 1000: when memory is short the keeper goes, not the traine
 TICK_S = 0.5  # between looks whether the trainer lives
 ORPHANED_S = 120.0  # for other ranks to hand in their parts when the job is dead: its successor's keepers wait for this one
 HUNG = 70  # exit status; a storage that hangs can only be left by leaving the process
-LOCK = "keeper.lock"
 
 
 class Keeping:
@@ -86,7 +85,7 @@ class Keeping:
         """Wait for the keeper of a former trainer to finish: two at work on one rank would write the same files."""
         while not self._orphaned():
             try:
-                self._held = FileLock.take(f"{self._folder}/{LOCK}")  # until this process ends, however it does
+                self._held = FileLock.take(f"{self._folder}/{KEEPER_LOCK}")  # until this process ends, however it does
             except SnapshotInUseError:
                 time.sleep(TICK_S)
             else:

@@ -58,6 +58,16 @@ def filesystem(directory: str) -> str:
     return ""
 
 
+def memory_mounts() -> list[str]:
+    """Where file systems whose files are memory are mounted."""
+    found: list[str] = []
+    for line in _lines("/proc/self/mountinfo"):
+        mount, _, rest = line.partition(" - ")
+        if rest.split()[0] in MEMORY_KINDS:
+            found.append(mount.split()[4].encode().decode("unicode_escape"))  # blanks are written \040
+    return found
+
+
 def _promised(directory: str) -> Iterator[int]:
     """Bytes that slots which are being made here will still take."""
     for folder in os.scandir(directory):

@@ -39,6 +39,7 @@ Version = tuple[int, str]
 """Step, and the run that took it."""
 SPARE_BYTES = 4 << 20  # records, and the rest of each slot's last huge page
 _COUNTING_S = 60.0  # for all ranks of a host to count the room one after another; each takes milliseconds
+_LOOKED_AT_S = 0.25  # for `ucconvert slots` to look whether the lock is held, which takes microseconds
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _CLEARING_S = 5.0  # for a keeper of a process that died to finish with a slot
 
@@ -132,7 +133,7 @@ class SlotSet:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise StorageError(folder, error) from error
-        lock = FileLock.take(f"{folder}/{LOCK}")
+        lock = FileLock.take(f"{folder}/{LOCK}", _LOOKED_AT_S)
         files: list[SlotFile] = []
         try:
             stock = scan_slots(folder, layout, count)
