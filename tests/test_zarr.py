@@ -19,17 +19,19 @@ if sys.version_info < (3, 11):
     pytest.skip("zarr with data types of other packages needs Python 3.11", allow_module_level=True)
 import zarr
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
-from zarr.core.buffer import default_buffer_prototype
+from zarr.core.buffer import Buffer, default_buffer_prototype
 
 import ucformat
 from specs.run_conformance import GOLDEN
 from tests.checkpoints import CountingStore, split_evenly, write_native
+from ucformat.catalog import Catalog
 from ucformat.containers.checksums import BLOCK_BYTES
 from ucformat.errors import ChecksumError, UnsupportedError
 from ucformat.formats.native import open_catalog
 from ucformat.formats.source import Source
 from ucformat.reshard.reading.lazy import Checkpoint, read_bits
 from ucformat.zarr.byte_range import boxes_of_items
+from ucformat.zarr.chunk_read import ChunkRead, read_all
 from ucformat.zarr.layout import CHUNK_BYTES, CHUNKS, chunk_shape, node_path
 
 GROUPS = ["basic", "dtypes", "boxes", "training", "names", "parts", "empty", "run", "snapshot"]
@@ -158,6 +160,43 @@ def test_damage_is_an_error_and_never_a_fill_value(tmp_path: Path) -> None:
     array = zarr.open_group(ucformat.zarr_store(tmp_path), mode="r")["w"]
     with pytest.raises(ChecksumError):
         array[...]  # type: ignore[index]
+
+
+def test_damage_of_one_chunk_fails_that_chunk_alone(tmp_path: Path) -> None:
+    """Though chunks that are asked for at the same time are read as one."""
+    tensors = {name: torch.arange(1 << 14, dtype=torch.float32) for name in ("x", "y", "z")}
+    write_native(tmp_path, tensors, shards=3)
+    store = ucformat.zarr_store(tmp_path)
+    shard = sorted(tmp_path.glob("shards.*/0*"))[1]
+    data = bytearray(shard.read_bytes())
+    data[20000] ^= 1
+    shard.write_bytes(data)
+
+    async def story() -> list[object]:
+        return await asyncio.gather(
+            *(store.get(f"{name}/c/0", default_buffer_prototype()) for name in tensors), return_exceptions=True
+        )
+
+    found = asyncio.run(story())
+    whole = [one.to_bytes() == tensors["x"].numpy().tobytes() for one in found if isinstance(one, Buffer)]
+    assert whole == [True, True]
+    assert sum(isinstance(one, ChecksumError) for one in found) == 1
+
+
+def test_chunks_that_are_asked_for_together_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_native(tmp_path, {"w": torch.arange(1 << 17, dtype=torch.float32)})
+    sizes: list[int] = []
+
+    def counted(catalog: Catalog, reads: list[ChunkRead]) -> list[memoryview | Exception]:
+        sizes.append(len(reads))
+        return read_all(catalog, reads)
+
+    monkeypatch.setattr("ucformat.zarr.batches.read_all", counted)
+    array = zarr.open_group(ucformat.zarr_store(tmp_path), mode="r")["w"]
+    assert isinstance(array, zarr.Array)
+    np.testing.assert_array_equal(array[...], np.arange(1 << 17))
+    assert sum(sizes) == 8
+    assert len(sizes) < 8
 
 
 def test_a_name_below_another_ones_tensor_is_refused(tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 
-from ucformat.box import Box
 from ucformat.catalog import Catalog
 from ucformat.look import StrPath
 from ucformat.look import open as open_checkpoint
-from ucformat.reshard.reading.lazy import Checkpoint, read_bits
-from ucformat.zarr.byte_range import bounds, boxes_of_items
+from ucformat.reshard.reading.lazy import Checkpoint
+from ucformat.zarr.batches import Batches
+from ucformat.zarr.byte_range import bounds
+from ucformat.zarr.chunk_read import ChunkRead
 from ucformat.zarr.dtypes import EXTENSIONS, register
 from ucformat.zarr.layout import chunk_box, hierarchy, node_path
 
@@ -54,6 +54,7 @@ class CheckpointStore(Store):
             raise ValueError(f"{catalog.url}: a checkpoint is a read-only store; pass read_only=True")
         super().__init__(read_only=True)
         self._catalog = catalog
+        self._batches = Batches(catalog)
         self._nodes = hierarchy(catalog)
         self._names = {node_path(name): name for name in catalog.names}
         self._children: dict[str, list[str]] = {}
@@ -87,8 +88,10 @@ class CheckpointStore(Store):
         return CheckpointStore(self._catalog)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        data = await asyncio.to_thread(self._read, key, byte_range)
-        return None if data is None else prototype.buffer.from_bytes(data)
+        found = self._find(key, byte_range)
+        if isinstance(found, ChunkRead):
+            found = await self._batches.read(found)
+        return None if found is None else prototype.buffer.from_bytes(found)
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -117,42 +120,20 @@ class CheckpointStore(Store):
         found = self._chunk(key)
         return None if found is None else math.prod(self._grid(found[0])) * self._catalog.spec(found[0]).kind.itemsize
 
-    def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
+    def _find(self, key: str, part: ByteRequest | None) -> memoryview | ChunkRead | None:
+        """Bytes of metadata, or what has to be read; None where there is nothing."""
         metadata = self._metadata(key)
         if metadata is not None:
             start, stop = bounds(len(metadata), part)
-            return metadata[start:stop]
+            return memoryview(metadata)[start:stop]
         found = self._chunk(key)
-        size = self._size(key)
-        if found is None or size is None:
+        if found is None:
             return None
-        start, stop = bounds(size, part)
-        itemsize = self._catalog.spec(found[0]).kind.itemsize
-        first = start // itemsize
-        items = self._items(*found, first, -(-stop // itemsize))
-        return items.tobytes()[start - first * itemsize : stop - first * itemsize]
-
-    def _items(self, name: str, index: tuple[int, ...], start: int, stop: int) -> NDArray[Any]:
-        """Items `start` to `stop` of a chunk; those beyond the tensor's edge, which chunks have by zarr's rules, are zero."""
+        name, index = found
         spec, shape = self._catalog.spec(name), self._grid(name)
         chunk = chunk_box(spec.shape, shape, index)
         assert chunk is not None
-        boxes = list(boxes_of_items(shape, start, stop))
-        stored = [_within(box, chunk) for box in boxes]
-        wanted = [(name, box) for box in stored if box is not None]
-        found = iter(read_bits(self._catalog, wanted) if wanted else ())
-        parts = [np.zeros(0, spec.kind.numpy)]
-        for box, there in zip(boxes, stored, strict=True):
-            whole = np.zeros(box.length, spec.kind.numpy) if there is None or there.length != box.length else None
-            if there is not None:
-                bits = next(found)
-                if whole is None:
-                    whole = bits
-                else:
-                    whole[tuple(map(slice, there.length))] = bits
-            assert whole is not None
-            parts.append(whole.reshape(-1))
-        return parts[1] if len(boxes) == 1 else np.concatenate(parts)
+        return ChunkRead(name, spec.kind.numpy, shape, chunk, *bounds(math.prod(shape) * spec.kind.itemsize, part))
 
     def _grid(self, name: str) -> tuple[int, ...]:
         return tuple(self._nodes[node_path(name)]["chunk_grid"]["configuration"]["chunk_shape"])
@@ -226,11 +207,3 @@ class CheckpointStore(Store):
 def _is_index(text: str) -> bool:
     """Whether it is a number as keys of chunks have it: without signs, leading zeros and digits of other scripts."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
-
-
-def _within(box: Box, chunk: Box) -> Box | None:
-    """The items of a tensor that lie in a box of a chunk; None where there are none."""
-    length = tuple(min(n, size - o) for o, n, size in zip(box.offset, box.length, chunk.length, strict=True))
-    if any(n <= 0 for n in length):
-        return None
-    return Box(tuple(o + c for o, c in zip(box.offset, chunk.offset, strict=True)), length)
