@@ -27,6 +27,7 @@ from ucformat.snapshot.protect.messages import (
     Protect,
     Protected,
     ProtectOptions,
+    Ready,
     Stranger,
     Unprotected,
 )
@@ -53,7 +54,8 @@ class Protector(threading.Thread):
         """Orders for the first process, until it has been started."""
         self._since = 0.0
         self._orders = -1
-        self._closing = threading.Event()
+        self._closing, self._started = threading.Event(), threading.Event()
+        self._tried = threading.Event()
         self.restarts = 0
 
     def protect(self, step: int, slot: int) -> None:
@@ -81,6 +83,14 @@ class Protector(threading.Thread):
             if self._orders >= 0:
                 send(self._orders, Cancel(step))
             return True
+
+    def await_start(self, seconds: float) -> bool:
+        """Wait until the first process has started, but no longer than it lives; whether it has.
+
+        Versions that are taken before that fill the slots, where they can't be protected yet and keep newer ones out.
+        """
+        self._tried.wait(seconds)
+        return self._started.is_set()
 
     @property
     def longest_s(self) -> float:
@@ -110,6 +120,7 @@ class Protector(threading.Thread):
                 why = self._live()
             except OSError as error:
                 why = f"it can't be started: {error}"
+            self._tried.set()
             if self._closing.is_set():
                 return
             self.restarts += 1
@@ -188,7 +199,10 @@ class Protector(threading.Thread):
     # -- what became of versions -----------------------------------------------------------------------------------
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, Protected):
+        if isinstance(event, Ready):
+            self._started.set()
+            self._tried.set()
+        elif isinstance(event, Protected):
             self._answer(event.step, "")
         elif isinstance(event, Unprotected):
             self._answer(event.step, event.why)

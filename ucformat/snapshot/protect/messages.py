@@ -54,6 +54,10 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The process has started: it serves this host's slots, and takes orders."""
+
+
 class Protected(msgspec.Struct, frozen=True, tag=True):
     """The stripe is complete."""
 
@@ -82,6 +86,6 @@ class Stranger(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Begin | Protect | Cancel
-Event = Protected | Unprotected | Working | Stranger
+Event = Ready | Protected | Unprotected | Working | Stranger
 COMMANDS = msgspec.json.Decoder(Command)
 EVENTS = msgspec.json.Decoder(Event)

@@ -29,6 +29,7 @@ from ucformat.snapshot.protect.messages import (
     Event,
     Protect,
     Protected,
+    Ready,
     Stranger,
     Unprotected,
     Working,
@@ -61,6 +62,7 @@ class Guarding:
         """Protect versions, one after another, until the trainer is gone or closes the pipe."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
         self._server.start()
+        self._emit(Ready())
         try:
             while True:
                 self._look()

@@ -24,6 +24,7 @@ Warn = Callable[[str, str], None]
 
 _XOR = re.compile(r"xor(?::(\d{1,4}))?")
 _TOLD = 8  # ranks that a message names
+_START_S = 20.0  # for a process to start: one or two on a busy machine, and training waits for it
 
 
 def group_size(protect: str) -> int:
@@ -57,7 +58,8 @@ class Protection:
     def start(self, group: Group, run: str, report: SnapshotReport, warn: Warn, done: Done) -> Protector | None:
         """Start this rank's process; None where nothing is protected. Every rank of `group` calls it.
 
-        Warns of ranks that have no partner. Raises StorageError, on all ranks, when one can't listen; then nothing was started.
+        Waits until it has started, within bounds. Warns of ranks that have no partner. Raises StorageError, on all ranks, when
+        one can't listen; then nothing was started.
         """
         members = group_size(self.protect)
         if not members:
@@ -86,6 +88,8 @@ class Protection:
             protector = Protector(options, listener, partial(_count, report, warn, done), warn)
             protector.start()
             undo.pop_all()  # the listener is the protector's to close
+            if not protector.await_start(_START_S):
+                warn("protect", "the process that protects versions has not started yet: they are protected once it has")
             return protector
 
     def _warn_of(self, grouping: Grouping, group: Group, warn: Warn) -> None:
