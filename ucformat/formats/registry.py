@@ -24,7 +24,7 @@ _LOG = logging.getLogger("ucformat")
 
 _OWN = MappingProxyType(
     {
-        "snapshot": "snapshot",
+        "snapshot": "ucformat.snapshot.recovery.folder",
         "adopted": "adopted",
         "native": "native",
         "megatron": "megatron",
@@ -36,9 +36,13 @@ _OWN = MappingProxyType(
         "hf": "hf",
         "hf-bin": "hf_bin",
         "torchsave": "torchsave",
+        "snapshot-hosts": "ucformat.snapshot.recovery.gathered",
     }
 )
-"""Name → module. The first that recognises a source reads it, so the most specific come first."""
+"""Name → module, of this package unless it has dots: slots of snapshots are read by what restores them.
+
+The first that recognises a source reads it, so the most specific come first.
+"""
 _OWN_WRITERS = ("native", "hf", "dcp", "torchsave", "megatron", "deepspeed", "ucp")
 
 
@@ -58,7 +62,10 @@ class Format:
 
 @functools.cache
 def _own(name: str) -> Format:
-    module = importlib.import_module(f"ucformat.formats.{_OWN[name]}")  # only once it is needed: some are large
+    place = _OWN[name]
+    module = importlib.import_module(
+        place if "." in place else f"ucformat.formats.{place}"
+    )  # only once it is needed: some are large
     return Format(module.READER, getattr(module, "WRITER", None))
 
 

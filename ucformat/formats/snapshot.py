@@ -29,7 +29,6 @@ from ucformat.errors import (
     UcformatError,
 )
 from ucformat.formats import native
-from ucformat.formats.contract import Reader
 from ucformat.formats.native.fragments import ShardTable
 from ucformat.formats.native.manifest import check_sizes
 from ucformat.formats.native.shard import Count, Digest, ShardChecks, ShardPiece, ShardRecord, hex_digest, read_pieces
@@ -384,6 +383,3 @@ def _aliases(records: Sequence[SlotRecord], names: set[str], where: str) -> dict
         if target not in names or alias in names:
             raise FormatError(where, f"alias {alias!r} of {target!r} does not name a stored tensor, or hides one")
     return out
-
-
-READER = Reader(name=NAME, detect=detect, open_catalog=open_catalog, open_step=open_catalog)

@@ -30,7 +30,7 @@ from ucformat.snapshot.parity.lost_slot import FileAt, LostSlot, LostSlotStore
 from ucformat.snapshot.parity.record import read_parity
 from ucformat.snapshot.recovery.hosts import Hosts
 from ucformat.snapshot.recovery.inventory import SlotKey, StripeSummary
-from ucformat.snapshot.recovery.versions import ComputedSlot, HeldVersion, PlacedStripe
+from ucformat.snapshot.recovery.versions import ComputedSlot, HeldVersion, PlacedSlot, PlacedStripe
 from ucformat.storage.store import Store
 
 
@@ -65,22 +65,42 @@ def describe_own(version: HeldVersion, hosts: Hosts) -> Iterator[_SentShard]:
     for placed in version.slots:
         if isinstance(placed, ComputedSlot):
             if placed.stripes[0].host == hosts.number:  # which also has the record of the lost slot
-                record = _record_of(placed, hosts)
-                store = LostSlotStore(_lost_slot(placed, record, hosts))
+                record = _record_of(placed, hosts.own)
+                store = LostSlotStore(_lost_slot(placed, record, hosts.stores))
                 yield _SentShard(encode_slot(record), describe(store, _held(record, 0)).table)
         elif placed.host == hosts.number:
-            held = read_slot(hosts.own, rank_name(placed.slot.rank), placed.slot.index)
-            if SlotKey.of(held.record) != placed.slot.key:
-                raise SnapshotChangedError(f"{hosts.own.url}/{held.path}", version.step)
+            held = _read_placed(placed, hosts.own)
             yield _SentShard(encode_slot(held.record), describe(hosts.own, held).table)
 
 
-def _record_of(placed: ComputedSlot, hosts: Hosts) -> SlotRecord:
+def describe_placed(placed: PlacedSlot | ComputedSlot, stores: Mapping[int, Store]) -> DescribedShard:
+    """A slot of a version whose hosts this process can read, each in `stores`.
+
+    Raises SnapshotChangedError, ChecksumError, FormatError.
+    """
+    if not isinstance(placed, ComputedSlot):
+        store = stores[placed.host]
+        return describe(store, _read_placed(placed, store))
+    record = _record_of(placed, stores[placed.stripes[0].host])
+    lost = _lost_slot(placed, record, stores)
+    held, computed = _held(record, 0), LostSlotStore(lost)
+    return DescribedShard(held, describe(computed, held).table, computed, lost.guard)
+
+
+def _read_placed(placed: PlacedSlot, store: Store) -> HeldShard:
+    """The slot as it is now. Raises SnapshotChangedError when it holds something else than it did."""
+    held = read_slot(store, rank_name(placed.slot.rank), placed.slot.index)
+    if SlotKey.of(held.record) != placed.slot.key:
+        raise SnapshotChangedError(f"{store.url}/{held.path}", placed.slot.key.step)
+    return held
+
+
+def _record_of(placed: ComputedSlot, store: Store) -> SlotRecord:
     """The record of a lost slot, as the first stripe of its group has it. Raises SnapshotChangedError."""
     stripe = placed.stripes[0].stripe
-    held = read_parity(hosts.own, rank_name(stripe.rank), stripe.index)
+    held = read_parity(store, rank_name(stripe.rank), stripe.index)
     if StripeSummary.of(held) != stripe:
-        raise SnapshotChangedError(f"{hosts.own.url}/{held.path}", placed.slot.key.step)
+        raise SnapshotChangedError(f"{store.url}/{held.path}", placed.slot.key.step)
     return held.record.members[placed.member]
 
 
@@ -94,7 +114,7 @@ def _received(version: HeldVersion, sent: list[_SentShard], hosts: Hosts) -> lis
             raise FormatError(hosts.own.url, f"no host told of the slot of rank {placed.slot.rank} of step {version.step}")
         record, shard = records[placed.slot.rank]
         if isinstance(placed, ComputedSlot):
-            lost = _lost_slot(placed, record, hosts)
+            lost = _lost_slot(placed, record, hosts.stores)
             shards.append(DescribedShard(_held(record, 0), shard.table, LostSlotStore(lost), lost.guard))
         else:
             held, store = _held(record, placed.slot.index), hosts.stores[placed.host]
@@ -106,7 +126,7 @@ def _held(record: SlotRecord, index: int) -> HeldShard:
     return HeldShard(rank_name(record.rank), index, record)
 
 
-def _lost_slot(placed: ComputedSlot, record: SlotRecord, hosts: Hosts) -> LostSlot:
+def _lost_slot(placed: ComputedSlot, record: SlotRecord, stores: Mapping[int, Store]) -> LostSlot:
     """A lost slot by what is left of its group."""
     others = [number for number in range(len(placed.slots) + 1) if number != placed.member]
     slots: dict[int, tuple[FileAt, int]] = {}
@@ -114,17 +134,17 @@ def _lost_slot(placed: ComputedSlot, record: SlotRecord, hosts: Hosts) -> LostSl
     guards = []
     for number, slot, kept in zip(others, placed.slots, placed.stripes, strict=True):
         path = f"{rank_name(slot.slot.rank)}/{slot_name(slot.slot.index)}"
-        slots[number] = FileAt(hosts.stores[slot.host], path), slot.slot.key.size
-        guards.append(_KeyGuard(hosts.stores[slot.host], slot.slot.index, slot.slot.key))
+        slots[number] = FileAt(stores[slot.host], path), slot.slot.key.size
+        guards.append(_KeyGuard(stores[slot.host], slot.slot.index, slot.slot.key))
         stripe = kept.stripe
-        stripes[number] = FileAt(hosts.stores[kept.host], f"{rank_name(stripe.rank)}/{parity_name(stripe.index)}")
+        stripes[number] = FileAt(stores[kept.host], f"{rank_name(stripe.rank)}/{parity_name(stripe.index)}")
     return LostSlot(
         record,
         placed.member,
         placed.stripes[0].stripe.chunk,
         slots,
         stripes,
-        (*guards, *(_StripeGuard(hosts.stores, kept) for kept in placed.stripes)),
+        (*guards, *(_StripeGuard(stores, kept) for kept in placed.stripes)),
     )
 
 
