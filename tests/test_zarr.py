@@ -126,6 +126,24 @@ def test_a_byte_range_of_a_chunk_reads_its_blocks_only(tmp_path: Path) -> None:
     assert store.total < CHUNK_BYTES // 2
 
 
+def test_byte_ranges_across_the_edge_of_a_tensor_are_those_of_the_padded_chunk(tmp_path: Path) -> None:
+    rows = torch.arange(300 * 128, dtype=torch.float32).reshape(300, 128) + 1
+    write_native(tmp_path, {"w": rows})
+    zarr_store = ucformat.zarr_store(tmp_path)
+    padded = np.zeros((128, 128), np.float32)
+    padded[:44] = rows[256:].numpy()
+    expected, edge = padded.tobytes(), 44 * 512
+
+    async def part(request: ByteRequest | None) -> bytes:
+        found = await zarr_store.get("w/c/2/0", default_buffer_prototype(), request)
+        assert found is not None
+        return found.to_bytes()
+
+    assert asyncio.run(part(None)) == expected
+    for first, end in ((edge - 7, edge + 9), (edge, edge + 5), (edge + 3, edge + 3000), (edge - 1500, edge), (1, 3)):
+        assert asyncio.run(part(RangeByteRequest(first, end))) == expected[first:end]
+
+
 @given(st.lists(st.integers(1, 5), max_size=4), st.integers(0, 700), st.integers(0, 700))
 def test_boxes_of_a_byte_range_are_its_items_in_order(shape: list[int], start: int, stop: int) -> None:
     items = np.arange(np.prod(shape, dtype=int)).reshape(shape)
