@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from tests.campaigns.faults import Faults
 from tests.campaigns.fuzz import Fuzz, Pickles, pickle_seeds
 from tests.campaigns.hosts import HostLosses
 from tests.campaigns.injuries import Injuries
+from tests.campaigns.injury_kinds import KINDS, InjuriesOfKind
 from tests.campaigns.kills import Kills
 from tests.campaigns.objects import Objects
 from tests.campaigns.races import Races
@@ -37,6 +38,7 @@ SHARES = {
     "races": 0.05,
     "objects": 0.1,
     "injuries": 0.1,
+    **{f"injuries-{kind}": 0.01 for kind in KINDS},
     "hosts": 0.1,
 }
 """Campaign → its part of the time."""
@@ -60,6 +62,7 @@ def campaigns(work: Path) -> dict[str, Callable[[], Trial]]:
         "races": lambda: Races(writing(), folder("races")),
         "objects": lambda: Objects(folder("objects")),
         "injuries": lambda: Injuries(folder("injuries")),
+        **{f"injuries-{kind}": partial(InjuriesOfKind, kind, folder(f"injuries-{kind}")) for kind in KINDS},
         "hosts": lambda: HostLosses(folder("hosts")),
     }
 

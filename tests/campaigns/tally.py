@@ -36,7 +36,7 @@ class Tally:
     def row(self, seconds: float) -> str:
         """A line of the table."""
         counts = "  ".join(f"{self.failed[kind]:>7}" for kind in KINDS)
-        return f"{self.name:<10}  {self.tried:>8}  {counts}  {seconds:>7.0f} s"
+        return f"{self.name:<23}  {self.tried:>8}  {counts}  {seconds:>7.0f} s"
 
 
-HEAD = f"{'campaign':<10}  {'tried':>8}  " + "  ".join(f"{kind:>7}" for kind in KINDS) + f"  {'time':>9}"
+HEAD = f"{'campaign':<23}  {'tried':>8}  " + "  ".join(f"{kind:>7}" for kind in KINDS) + f"  {'time':>9}"
