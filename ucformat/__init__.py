@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ucformat.reshard.fingerprint import Fingerprint
     from ucformat.reshard.inspect import FileInfo, FragmentInfo, Inspection, TensorInfo
     from ucformat.reshard.load import LoadReport
+    from ucformat.reshard.pending import PendingSave
     from ucformat.reshard.prune import Leftover
     from ucformat.reshard.reading.lazy import Checkpoint, LazyTensor
     from ucformat.reshard.selection.mesh_layout import MeshLayout
@@ -52,6 +53,7 @@ __all__ = [
     "fingerprint",
     "inspect",
     "AdoptReport",
+    "PendingSave",
     "LoadReport",
     "ConvertReport",
     "MeshLayout",
@@ -88,6 +90,7 @@ _HOMES = {
     **dict.fromkeys(("convert", "index", "load", "prune", "resume", "save"), "api"),
     **dict.fromkeys(("diff", "fingerprint", "inspect", "latest", "open", "steps", "verify"), "look"),
     "AdoptReport": "formats.adopted.write",
+    "PendingSave": "reshard.pending",
     "LoadReport": "reshard.load",
     "ConvertReport": "reshard.convert",
     **dict.fromkeys(("Damage", "Verification"), "reshard.verify"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from ucformat.group import Group, current
 from ucformat.look import StrPath, checked_step, diff, inspect, latest, open, steps, verify  # noqa: A004  # the verb that users expect
 from ucformat.naming import Rename, rename_catalog
 from ucformat.reshard import adopt as adopting
+from ucformat.reshard import pending
 from ucformat.reshard.convert import convert
 from ucformat.reshard.load import LoadOptions, LoadReport, load_state
+from ucformat.reshard.pending import PendingSave
 from ucformat.reshard.prune import prune
 from ucformat.reshard.reading.lazy import read_many
 from ucformat.reshard.restoring.accounting import EVERYTHING, NameRules
-from ucformat.reshard.save import SaveOptions, save_state
+from ucformat.reshard.save import SaveOptions, begin, save_state
 from ucformat.reshard.selection.select import expect_matches, narrow
 from ucformat.storage.open import open_store
 from ucformat.storage.store import Store
@@ -36,6 +38,34 @@ LOOKS = 20  # for a checkpoint that changes while it is read: each time, another
 T = TypeVar("T")
 
 
+@overload
+def save(
+    path: StrPath,
+    state: Mapping[str, object],
+    *,
+    step: int | None = ...,
+    keep: int | None = ...,
+    overwrite: bool = ...,
+    wait: Literal[True] = ...,
+    check_replicas: bool = ...,
+    companions: str | None = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    on_bytes: Callable[[int], None] | None = ...,
+) -> str: ...
+@overload
+def save(
+    path: StrPath,
+    state: Mapping[str, object],
+    *,
+    step: int | None = ...,
+    keep: int | None = ...,
+    overwrite: bool = ...,
+    wait: Literal[False],
+    check_replicas: bool = ...,
+    companions: str | None = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    on_bytes: Callable[[int], None] | None = ...,
+) -> PendingSave: ...
 def save(
     path: StrPath,
     state: Mapping[str, object],
@@ -43,11 +73,12 @@ def save(
     step: int | None = None,
     keep: int | None = None,
     overwrite: bool = False,
+    wait: bool = True,
     check_replicas: bool = True,
     companions: str | None = None,
     process_group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] | None = None,
-) -> str:
+) -> str | PendingSave:
     """Save a training state; the path of the committed checkpoint. Every rank of the process group calls it.
 
     `state` is any nest of dicts, lists, tuples, tensors, DTensors, plain values, and of modules, optimizers and whatever
@@ -63,6 +94,11 @@ def save(
     `companions`: a model directory whose configuration, tokenizer and the like are stored, too, so that a later conversion to
     `hf` needs nothing else.
 
+    With `wait=False`, returns a `PendingSave` as soon as the state is copied to host memory, where it may change again; a thread
+    writes and commits while training goes on. Its `wait()` returns the path, or raises. The next save, of any kind, first waits for
+    it, and raises its error unless `wait()` has; so does the end of the program, which logs it. Call `wait()` before you destroy
+    the process group. The memory, as large as what this rank writes, is kept for the next such save; one that waits frees it.
+
     Raises MissingFileError when there are none; ExistsError, UnrepresentableError and UnsupportedError (naming the path in
     `state`), ValueConflictError when ranks disagree, StorageError, and RankFailedError when a rank died. Every rank raises the
     same. Then nothing was committed.
@@ -71,17 +107,26 @@ def save(
         raise ValueError("keep must be at least 1: the newest checkpoint always stays")
     step = checked_step(step)
     group = current(process_group)
+    pending.finish_before(group)
     run = open_store(os.fspath(path))
     store = run if step is None else run.sub(native.step_name(step))
     if step is not None:
         with group.together(f"preparing {store.url}"):
             if group.rank == 0:
                 _prepare_run(run, step, store)
-    save_state(store, state, SaveOptions(step, overwrite, check_replicas, on_bytes, companions), group)
-    if step is not None:
-        with group.together(f"removing old checkpoints of {path}"):
-            if group.rank == 0:
-                _tidy(run, step, keep)
+
+    def tidy(group: Group) -> None:
+        if step is not None:
+            with group.together(f"removing old checkpoints of {path}"):
+                if group.rank == 0:
+                    _tidy(run, step, keep)
+
+    options = SaveOptions(step, overwrite, check_replicas, on_bytes, companions)
+    if not wait:
+        return pending.write_later(begin(store, state, options, group), group, tidy)
+    pending.let_go()
+    save_state(store, state, options, group)
+    tidy(group)
     return store.url
 
 

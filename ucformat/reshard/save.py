@@ -14,6 +14,7 @@ from functools import partial
 from ucformat import values
 from ucformat.box import Box
 from ucformat.catalog import Notes
+from ucformat.containers.file_image import ByteSource
 from ucformat.formats import native
 from ucformat.formats.hf.companions import companions_of
 from ucformat.formats.target import Companions, OutputBox
@@ -40,12 +41,42 @@ class SaveOptions:
     """A model directory whose configuration, tokenizer and the like are stored, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that all ranks have agreed on: what this rank writes, and where."""
+
+    store: Store
+    options: SaveOptions
+    generation: native.Generation
+    attempt: native.Attempt | None
+    """On the rank that commits."""
+    beside: Companions
+    targets: tuple[OutputBox, ...]
+    """What this rank writes, pieces of tensors first."""
+    source: ByteSource
+    """Of the bytes of `targets`."""
+    aliases: Mapping[str, str]
+    mesh: Mapping[str, int]
+    tree: bytes
+    tree_holders: tuple[int, ...]
+
+    def give_up(self, error: BaseException, group: Group) -> None:
+        """After a failure: remove what was written. Never raises UcformatError."""
+        if self.attempt is not None:
+            self.attempt.give_up(error, alone=group.size == 1)
+
+
 def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, group: Group) -> None:
     """Write `state` into the directory `store`. Every rank of `group` calls it.
 
     Raises ExistsError, UnrepresentableError, ValueConflictError, CoverageError, OverlapError, StorageError, on every rank when
     any rank has the error; RankFailedError when a rank died.
     """
+    write(begin(store, state, options, group), group)
+
+
+def begin(store: Store, state: Mapping[str, object], options: SaveOptions, group: Group) -> Begun:
+    """Agree on a save, and mark its place. Every rank of `group` calls it. Raises as `save_state`."""
     division = divide(collect(state, group), group, check_replicas=options.check_replicas)
     attempt: native.Attempt | None = None
     beside = Companions()
@@ -55,26 +86,42 @@ def save_state(store: Store, state: Mapping[str, object], options: SaveOptions, 
                 beside = _companions(options)
                 attempt = native.prepare(store, options.overwrite)
         generation = group.broadcast(None if attempt is None else attempt.generation)
-        assert generation is not None
-        tables: list[native.ShardTable] = []
-        with group.together(f"writing {store.url}"), native.joined(store, generation):
-            tables = _write(store, generation, division, options, group)
-        _commit(store, attempt, tables, division, options, beside, group)
     except BaseException as error:
         if attempt is not None:
             attempt.give_up(error, alone=group.size == 1)
         raise
+    assert generation is not None
+    return _begun(store, options, division, generation, attempt, beside)
 
 
-def _write(
-    store: Store, generation: native.Generation, division: Division, options: SaveOptions, group: Group
-) -> list[native.ShardTable]:
-    """Write what this rank has to write."""
+def _begun(
+    store: Store,
+    options: SaveOptions,
+    division: Division,
+    generation: native.Generation,
+    attempt: native.Attempt | None,
+    beside: Companions,
+) -> Begun:
     pieces = division.pieces
     targets = [OutputBox(piece.spec, piece.box) for piece in pieces]
     targets += [OutputBox(spec, Box.whole(spec.shape)) for spec in division.empty]
     fill = TensorFill([piece.view for piece in pieces], [piece.spec.kind for piece in pieces])
-    return native.put_shards(store, partial(generation.shard, group.rank), targets, fill, options.on_bytes)
+    agreed = division.aliases, division.mesh, division.tree, division.tree_holders
+    return Begun(store, options, generation, attempt, beside, tuple(targets), fill, *agreed)
+
+
+def write(begun: Begun, group: Group) -> None:
+    """Write what all ranks have agreed on, and commit. Every rank of `group` calls it. Raises as `save_state`."""
+    store, options, generation = begun.store, begun.options, begun.generation
+    try:
+        tables: list[native.ShardTable] = []
+        with group.together(f"writing {store.url}"), native.joined(store, generation):
+            path = partial(generation.shard, group.rank)
+            tables = native.put_shards(store, path, begun.targets, begun.source, options.on_bytes)
+        _commit(begun, tables, group)
+    except BaseException as error:
+        begun.give_up(error, group)
+        raise
 
 
 def _companions(options: SaveOptions) -> Companions:
@@ -90,22 +137,15 @@ def _companions(options: SaveOptions) -> Companions:
     return found
 
 
-def _commit(
-    store: Store,
-    attempt: native.Attempt | None,
-    tables: Sequence[native.ShardTable],
-    division: Division,
-    options: SaveOptions,
-    beside: Companions,
-    group: Group,
-) -> None:
+def _commit(begun: Begun, tables: Sequence[native.ShardTable], group: Group) -> None:
     """Rank 0 gathers tables and value trees (each different one once) and commits."""
+    store, attempt = begun.store, begun.attempt
     everyone = native.gather_tables(tables, group)
-    trees = group.gather_from(division.tree, division.tree_holders)
+    trees = group.gather_from(begun.tree, begun.tree_holders)
     with group.together(f"committing {store.url}"):
         if attempt is not None:
             merged = values.merge([values.decode(tree, store.url) for tree in trees.values()], list(trees))
-            notes = Notes(native.NAME, options.step, dict(division.mesh))
-            carried = native.carry_companions(beside, store, attempt.generation)
-            contents = native.Contents(merged, division.aliases, notes, carried)
+            notes = Notes(native.NAME, begun.options.step, dict(begun.mesh))
+            carried = native.carry_companions(begun.beside, store, attempt.generation)
+            contents = native.Contents(merged, begun.aliases, notes, carried)
             native.commit(attempt, everyone, contents)
