@@ -18,6 +18,7 @@ TINY = {
     "convert_frameworks": ("--count", "20", "--only", "tiny", "--workers", "1+1"),
     "tiny": ("--count", "40"),
     "recover": ("--size", "0.01"),
+    "async_save": ("--size", "0.01"),
     "snapshot": ("--mib", "6", "--count", "20"),
     "snapshot_gpu": ("--billions", "0.01"),
     "s3": ("--size", "0.02"),
@@ -38,6 +39,7 @@ RATIOS = {
     "convert": {"memory_vs_dcp", "hf_to_native_vs_cp"},
     "convert_frameworks": {"tiny_vs_deepspeed"},
     "tiny": {"save_vs_dcp", "load_vs_dcp", "size_vs_dcp", "save_vs_safetensors"},
+    "async_save": {"stall_vs_dcp_async", "total_vs_dcp_async", "memory_vs_dcp_async"},
     "recover": {"memory_vs_disk", "memory_vs_dcp", "rebuild_vs_limit"},
     "snapshot": {"exposed_vs_dcp_async", "exposed_vs_dcp_best"},
     "snapshot_gpu": set(),  # nothing without a device

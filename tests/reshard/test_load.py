@@ -227,7 +227,7 @@ def test_a_step_that_is_none_is_refused_before_anything_is_written(tmp_path: Pat
 def test_a_numpy_integer_is_a_step(tmp_path: Path) -> None:
     import numpy as np
 
-    ucformat.save(tmp_path, {"a": 1}, step=np.int64(5))  # type: ignore[arg-type]
+    ucformat.save(tmp_path, {"a": 1}, step=np.int64(5))  # type: ignore[call-overload]
     assert ucformat.load(tmp_path, step=np.int32(5)) == {"a": 1}  # type: ignore[call-overload]
 
 

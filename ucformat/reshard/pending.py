@@ -108,8 +108,8 @@ def _at_exit() -> None:
         _in_flight._thread.join()
 
 
-# Python joins threads at its end, but lets no pool of threads begin anything by then. `concurrent.futures` uses this hook, which has
-# no public name, to see to that, and what was registered after it is called before it.
+# Python joins threads at its end, but lets no pool of threads begin anything by then. `concurrent.futures` uses this hook, which
+# has no public name, to see to that, and what was registered after it is called before it.
 threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
 
 
