@@ -179,10 +179,14 @@ def test_what_is_damaged_or_does_not_fit_is_never_taken_for_nothing(saved: Path)
     with pytest.raises(NamesMismatchError):
         ucformat.resume(saved, into={"model": nn.Linear(1, 1)})
     record = saved / "step-00000007" / "ucf.json"
-    record.write_bytes(record.read_bytes()[:-40])
+    whole = record.read_bytes()
+    record.write_bytes(whole[:-40] + b"x" + whole[-39:])
     with pytest.raises(ucformat.UcformatError) as caught:
         ucformat.resume(saved, into={"model": _zeroed(), "epoch": 0})
     assert not isinstance(caught.value, NotACheckpointError)
+    record.write_bytes(whole[:-40])  # as a writer that was interrupted leaves it: see `is_cut_short`
+    with pytest.raises(NotACheckpointError, match="nothing was committed"):
+        ucformat.resume(saved, into={"model": _zeroed(), "epoch": 0})
 
 
 def test_what_can_not_be_looked_at_is_never_taken_for_nothing(tmp_path: Path) -> None:
