@@ -48,6 +48,13 @@ def saved(directory: str) -> None:
     assert ucformat.load(directory, into={"model": model, "step": 0}).step == 1
 
 
+def later(directory: str) -> None:
+    import ucformat
+
+    model = nn.Linear(4, 4)
+    ucformat.save(directory, {"model": model, "step": 1}, step=1, wait=False).wait()
+
+
 def sharded(directory: str) -> None:
     import ucformat
 
@@ -105,7 +112,7 @@ def trained(directory: str) -> None:
     assert ucformat.load(f"{directory}/run", into=state).step == 3
 
 
-PARTS = {f.__name__: f for f in (saved, foreign, snapshots, sharded, trained)}
+PARTS = {f.__name__: f for f in (saved, later, foreign, snapshots, sharded, trained)}
 AHEAD = ("sharded", "trained")
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def save(
     With `wait=False`, returns a `PendingSave` as soon as the state is copied to host memory, and may change again; a thread
     writes and commits while training goes on. Its `wait()` returns the path, or raises. The next save, of any kind, first waits
     for it, and raises its error unless `wait()` has; the end of the program waits for it, too. A failure is also logged at
-    once. Call `wait()` before you destroy the process group. The memory, as large as what this rank writes, is kept for the
-    next such save; a save that waits frees it.
+    once. The process group may be destroyed meanwhile. The memory, as large as what this rank writes, is kept for the next
+    such save; a save that waits frees it.
 
     Raises MissingFileError when there are none; ExistsError, UnrepresentableError and UnsupportedError (naming the path in
     `state`), ValueConflictError when ranks disagree, StorageError, and RankFailedError when a rank died. Every rank raises the

@@ -1,7 +1,8 @@
 """Saving without waiting: the state is copied to host memory at once, and written by a thread while training goes on.
 
-The thread of each rank does what `save` does after it has agreed with the others, over a process group of its own, so that
-nothing of it comes between the collectives of training. One save is in flight at a time.
+The thread of each rank does what `save` does after it has agreed with the others, over connections of its own, so that nothing
+of it comes between the collectives of training, and a script may destroy its process group while a save is under way. One save
+is in flight at a time.
 
 It is a thread, not a process: copying, hashing and writing release the interpreter's lock, and a process would have to be handed
 the bytes, which costs memory or time.
@@ -12,18 +13,17 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ucformat.containers.file_image import ByteRequest
 from ucformat.group import Group
 from ucformat.process import share
+from ucformat.reshard.private_group import private
 from ucformat.reshard.save import Begun, write
 from ucformat.storage.store import Bytes
 
@@ -99,8 +99,6 @@ class _Memory:
 
 _memory = _Memory()
 _in_flight: PendingSave | None = None
-_groups: weakref.WeakValueDictionary[tuple[str, int], dist.ProcessGroup] = weakref.WeakValueDictionary()
-"""Groups for the threads, by name and identity of those of the callers. torch keeps them until they are destroyed."""
 
 
 def _at_exit() -> None:
@@ -129,7 +127,7 @@ def write_later(begun: Begun, group: Group, afterwards: Callable[[Group], None])
     """Copy what this rank writes, and have it written by a thread, which then calls `afterwards`. Every rank calls it."""
     global _in_flight  # noqa: PLW0603  # one at a time, in the whole process
     try:
-        own = Group(group.rank, group.size, _group_of(group))
+        own = private(group)
         with group.together(f"copying what {begun.store.url} is to hold"):
             begun = replace(begun, source=_copied(begun))
     except BaseException as error:
@@ -166,19 +164,3 @@ def _copied(begun: Begun) -> Callable[[Sequence[ByteRequest]], None]:
             part.out[:] = memory[first + part.start : first + part.stop]
 
     return fill
-
-
-def _group_of(group: Group) -> dist.ProcessGroup | None:
-    """A process group of the same ranks for the thread alone. The first call for a group makes it: every rank calls it."""
-    if group.size == 1:
-        return None
-    parent = group.process_group or dist.group.WORLD
-    assert parent is not None
-    key = (parent.group_name, id(parent))
-    found = _groups.get(key)
-    if found is None:
-        ranks = dist.get_process_group_ranks(parent)
-        found = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert isinstance(found, dist.ProcessGroup)
-        _groups[key] = found
-    return found
