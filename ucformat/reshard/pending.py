@@ -4,8 +4,8 @@ The thread of each rank does what `save` does after it has agreed with the other
 of it comes between the collectives of training, and a script may destroy its process group while a save is under way. One save
 is in flight at a time.
 
-It is a thread, not a process: copying, hashing and writing release the interpreter's lock, and a process would have to be handed
-the bytes, which costs memory or time.
+It is a thread, not a process, which costs a training loop of many tiny operations more (it shares the interpreter's lock, though
+copying, hashing and writing release it): measured once, such a loop went on at 0.45 of its speed, and at 0.9 beside a process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ucformat.reshard.save import Begun, write
 from ucformat.storage.store import Bytes
 
 _LOG = logging.getLogger("ucformat")
-_ALIGN = 4096  # bytes: pieces start at pages
+_ALIGN = 64  # bytes: pieces start at lines of the cache
 _CHUNK_BYTES = 16 << 20  # copied at once by a thread
 
 
