@@ -128,7 +128,7 @@ file_image.CHUNK_BYTES = 1 << 20
 fill = convert.CatalogFill.__call__
 def slow(self, parts):
     os.write(1, b"filling\\n")
-    time.sleep(0.1)
+    time.sleep(1.0)
     fill(self, parts)
 convert.CatalogFill.__call__ = slow
 sys.exit(run(sys.argv[1:]))
