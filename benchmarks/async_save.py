@@ -27,11 +27,14 @@ PEERS = ("dcp_thread", "dcp_process")
 def launch(args: argparse.Namespace, rounds: int, only: str = "") -> dict[str, list[float]]:
     """Run the ranks under torchrun: figures of each round by `<peer>/<what>`, of all peers or `only` one."""
     disk.require_space(args.dir or Path(tempfile.gettempdir()), 2 * args.size * GB)
-    with tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=args.dir) as place:
+    with (
+        tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=args.dir) as place,
+        tempfile.TemporaryDirectory(prefix="ucf-") as short,  # DCP's process opens a socket there, whose path must be short
+    ):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command += ["-m", "benchmarks.async_save", "--size", str(args.size), "--rounds", str(rounds), "--dir", place]
         command += ["--only", only]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": place}  # torchrun never removes its temporary files
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": short}  # torchrun never removes its temporary files
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
