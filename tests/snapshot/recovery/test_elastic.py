@@ -97,11 +97,12 @@ def test_a_keeper_that_is_not_waited_for_finishes_what_it_has_begun(tmp_path: Pa
     part = Layered(current(), 0)
     persist = ucformat.Persist(str(tmp_path / "run"), every=1)
     snap = ucformat.Snapshotter(part.state, directory=str(tmp_path / "slots"), persist=persist)
-    limit, step = time.monotonic() + PATIENCE_S, 0
-    while not snap.report().hashed:  # what it does first
-        step += 1
-        part.train(snap, step)
-        time.sleep(0.02)
+    part.train(snap, 1)
+    snap.deadline()
+    limit = time.monotonic() + PATIENCE_S
+    while not any((tmp_path / "run").rglob("*")):  # it has begun
+        assert time.monotonic() < limit
+        time.sleep(0.001)
     snap.close(wait=False)
     while (found := ucformat.latest(str(tmp_path / "run"))) is None:
         assert time.monotonic() < limit
