@@ -9,18 +9,14 @@ own for that.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks import disk
-from benchmarks.report import GB, ROOT, Line, Result, arguments, median
+from benchmarks.report import GB, Line, Result, arguments, median, on_ranks
 
 RANKS = 2
-TIMEOUT_S = 1800.0
 PEERS = ("dcp_thread", "dcp_process")
 
 
@@ -31,14 +27,8 @@ def launch(args: argparse.Namespace, rounds: int, only: str = "") -> dict[str, l
         tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=args.dir) as place,
         tempfile.TemporaryDirectory(prefix="ucf-") as short,  # DCP's process opens a socket there, whose path must be short
     ):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["-m", "benchmarks.async_save", "--size", str(args.size), "--rounds", str(rounds), "--dir", place]
-        command += ["--only", only]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": short}  # torchrun never removes its temporary files
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    figures: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
+        how = ("--size", args.size, "--rounds", rounds, "--dir", place, "--only", only)
+        figures: dict[str, list[float]] = on_ranks(RANKS, "benchmarks.async_save", *how, temporary=short)
     return figures
 
 

@@ -8,18 +8,14 @@ many bytes that lie in memory already.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks import disk
-from benchmarks.report import GB, ROOT, Line, Result, arguments, median
+from benchmarks.report import GB, Line, Result, arguments, median, on_ranks
 
 RANKS = 4
-TIMEOUT_S = 1800.0
 MEMORY = Path("/dev/shm")
 
 
@@ -31,14 +27,8 @@ def launch(args: argparse.Namespace) -> dict[str, list[float]]:
         tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=args.dir) as place,
         tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=memory) as slots,
     ):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["-m", "benchmarks.recover", "--size", str(args.size), "--rounds", str(args.rounds), "--dir", place]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": place}  # torchrun never removes its temporary files
-        command += ["--slots", slots]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    times: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
+        how = ("--size", args.size, "--rounds", args.rounds, "--dir", place, "--slots", slots)
+        times: dict[str, list[float]] = on_ranks(RANKS, "benchmarks.recover", *how, temporary=place)
     return times
 
 

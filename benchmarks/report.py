@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -108,6 +109,20 @@ def peak_mb() -> float:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / MB
     raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def on_ranks(count: int, module: str, *args: object, temporary: str, timeout_s: float = 1800) -> Any:
+    """Run a benchmark's module under torchrun; the JSON on the last line of its output. Raises RuntimeError with its errors.
+
+    `temporary`: a directory of the caller's, as torchrun never removes its own temporary files.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", module]
+    command = [sys.executable, *launcher, *map(str, args)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=timeout_s, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def child(*command: str, timeout_s: float = 1800) -> dict[str, float]:

@@ -7,34 +7,25 @@ slowest rank between two barriers, until everything is durable.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 from benchmarks import disk
-from benchmarks.report import GB, ROOT, Line, Result, arguments, median
+from benchmarks.report import GB, Line, Result, arguments, median, on_ranks
 
 RANKS = 2
 LOADS = ("load_cold", "load_warm")
 RESHARDS = ("columns", "uneven")
-TIMEOUT_S = 1800.0
 
 
 def launch(args: argparse.Namespace) -> dict[str, list[float]]:
     """Run the ranks under torchrun: seconds of each round by `<peer>/<what>/<s or cpu_s>`."""
     disk.require_space(args.dir or Path(tempfile.gettempdir()), 2 * args.size * GB)
     with tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=args.dir) as place:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["-m", "benchmarks.save_load", "--size", str(args.size), "--rounds", str(args.rounds), "--dir", place]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": place}  # torchrun never removes its temporary files
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    times: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
+        how = ("--size", args.size, "--rounds", args.rounds, "--dir", place)
+        times: dict[str, list[float]] = on_ranks(RANKS, "benchmarks.save_load", *how, temporary=place)
     return times
 
 

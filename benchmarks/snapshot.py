@@ -7,17 +7,13 @@ the processor free as a device's work does, or real matrix products on the proce
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import ROOT, Line, Result, arguments
+from benchmarks.report import Line, Result, arguments, on_ranks
 
 RANKS = 2
-TIMEOUT_S = 1800.0
 KINDS = ("1f1b_timed", "interleaved_timed", "1f1b_matmul", "interleaved_matmul")
 
 
@@ -25,14 +21,8 @@ def launch(args: argparse.Namespace) -> dict[str, float]:
     """Run the ranks under torchrun; what they measured."""
     memory = args.dir or Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="ucformat-bench-", dir=memory) as place:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += ["-m", "benchmarks.snapshot", "--mib", str(args.mib), "--rounds", str(args.rounds)]
-        command += ["--count", str(args.count), "--dir", place]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": place}  # torchrun never removes its temporary files
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    told: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+        how = ("--mib", args.mib, "--rounds", args.rounds, "--count", args.count, "--dir", place)
+        told: dict[str, float] = on_ranks(RANKS, "benchmarks.snapshot", *how, temporary=place)
     return told
 
 
