@@ -51,6 +51,12 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def rank_of(entry: str) -> int | None:
+    """The rank whose directory an entry of a snapshot directory is, as `Store.list` names it; None for all else."""
+    match = _RANK.fullmatch(entry)
+    return None if match is None else int(match[1])
+
+
 def slot_name(index: int) -> str:
     """File of a slot inside the rank's directory."""
     return f"slot-{index}.safetensors"
@@ -196,7 +202,7 @@ def survey(store: Store) -> tuple[list[Version], list[str]]:
     """All versions of which any rank here holds its part, the newest first; and which records were ignored, and why."""
     found: dict[tuple[int, int, str], dict[int, HeldShard]] = {}
     ignored: list[str] = []
-    for folder in (name.rstrip("/") for name in store.list() if _RANK.fullmatch(name)):
+    for folder in (name.rstrip("/") for name in store.list() if rank_of(name) is not None):
         for index in (int(match[1]) for name in store.list(folder) if (match := _RECORD.fullmatch(name))):
             try:
                 held = read_slot(store, folder, index)
@@ -223,7 +229,7 @@ def detect(source: Source) -> bool:
     names = source.store.list()
     if native.MANIFEST in names:  # a committed checkpoint, whatever else lies beside it
         return False
-    folders = [name.rstrip("/") for name in names if _RANK.fullmatch(name)]
+    folders = [name.rstrip("/") for name in names if rank_of(name) is not None]
     return any(_is_ours(source.store.list(name)) for name in folders)
 
 

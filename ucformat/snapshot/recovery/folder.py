@@ -9,13 +9,13 @@ from ucformat.formats import snapshot
 from ucformat.formats.contract import Reader
 from ucformat.formats.source import Source
 
-_RANK, _PARITY = re.compile(r"rank-\d{5,}/"), re.compile(r"parity-\d+\.json")
+_PARITY = re.compile(r"parity-\d+\.json")
 
 
 def open_folder(source: Source, step: int | None = None) -> Catalog:
     """The newest version, or that of `step`. Raises what `formats.snapshot.open_catalog` raises."""
     store = source.store
-    ranks = [name.rstrip("/") for name in store.list() if _RANK.fullmatch(name)]
+    ranks = [name.rstrip("/") for name in store.list() if snapshot.rank_of(name) is not None]
     if any(_PARITY.fullmatch(name) for rank in ranks for name in store.list(rank)):
         from ucformat.snapshot.recovery.gathered import open_computed  # this module is loaded whatever is opened
 

@@ -15,7 +15,7 @@ from ucformat.catalog import Catalog
 from ucformat.errors import NotACheckpointError, SnapshotChangedError, StorageError, UcformatError, UnsupportedError
 from ucformat.formats import snapshot
 from ucformat.formats.contract import Reader
-from ucformat.formats.snapshot import DescribedShard, assemble, rank_name
+from ucformat.formats.snapshot import DescribedShard, assemble, rank_name, rank_of
 from ucformat.formats.source import Source
 from ucformat.snapshot.recovery.catalog import describe_placed
 from ucformat.snapshot.recovery.inventory import HostInventory, scan
@@ -23,7 +23,6 @@ from ucformat.snapshot.recovery.versions import ComputedSlot, HeldVersion, Losse
 from ucformat.storage.store import Store
 
 NAME = "snapshot-hosts"
-_RANK = re.compile(r"rank-\d{5,}/")
 _STEP = re.compile(r"step-\d+/")
 _TOLD = 4  # reasons that a message names
 
@@ -36,7 +35,8 @@ def _folders(store: Store) -> Iterator[str]:
 def _hosts(source: Source) -> Iterator[str]:
     """Folders in which there are slots."""
     for name in () if source.file is not None else _folders(source.store):
-        if any(map(_RANK.fullmatch, source.store.list(name))) and snapshot.detect(Source(source.store.sub(name))):
+        has_ranks = any(rank_of(entry) is not None for entry in source.store.list(name))
+        if has_ranks and snapshot.detect(Source(source.store.sub(name))):
             yield name
 
 

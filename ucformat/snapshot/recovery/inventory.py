@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ucformat.errors import StorageError, UcformatError
-from ucformat.formats.snapshot import HeldShard, SlotRecord, rank_name, survey
+from ucformat.formats.snapshot import HeldShard, SlotRecord, rank_name, rank_of, survey
 from ucformat.snapshot.parity.record import RECORD, HeldParity, read_parity
 from ucformat.snapshot.slots.restart_fence import Fence, read_fence
 from ucformat.storage.store import Store
-
-_RANK = re.compile(r"rank-(\d{5,})/")
 
 
 class SlotKey(NamedTuple):
@@ -82,7 +79,7 @@ class HostInventory:
 def scan(store: Store) -> HostInventory:
     """Look at the directory of this host. Raises StorageError when it can't be looked at."""
     versions, ignored = survey(store)
-    ranks = [int(match[1]) for name in store.list() if (match := _RANK.fullmatch(name))]
+    ranks = [rank for name in store.list() if (rank := rank_of(name)) is not None]
     fences = (read_fence(f"{store.url}/{rank_name(rank)}") for rank in ranks)
     stripes = [held for rank in ranks for held in _stripes(store, rank_name(rank), ignored)]
     return HostInventory(

@@ -11,14 +11,13 @@ from dataclasses import replace
 from ucformat.containers.envelope import VERSION
 from ucformat.errors import SnapshotInUseError, StorageError, UcformatError
 from ucformat.formats.native.shard import read_pieces
-from ucformat.formats.snapshot import KEEPER_LOCK, LOCK, parity_record_name, slot_name
+from ucformat.formats.snapshot import KEEPER_LOCK, LOCK, parity_record_name, rank_of, slot_name
 from ucformat.reshard.prune import Leftover
 from ucformat.snapshot.parity.record import decode_parity
 from ucformat.snapshot.slots.filelock import FileLock, holder
 from ucformat.snapshot.slots.slotfile import drop, drop_parity
 from ucformat.storage.local import LocalStore
 
-_RANK = re.compile(r"rank-(\d{5,})")
 _PARITY = re.compile(r"parity-(\d+)\.xor")
 _SLOT = re.compile(r"slot-(\d+)\.safetensors")
 
@@ -27,9 +26,9 @@ def rank_folders(directory: str) -> dict[int, str]:
     """The folders of ranks in a snapshot directory, ascending; none where it has no lock of ours."""
     found: dict[int, str] = {}
     for name in sorted(os.listdir(directory)):
-        folder, match = os.path.join(os.path.abspath(directory), name), _RANK.fullmatch(name)
-        if match and os.path.isfile(f"{folder}/{LOCK}") and not os.path.islink(folder):
-            found[int(match[1])] = folder
+        folder, rank = os.path.join(os.path.abspath(directory), name), rank_of(f"{name}/")
+        if rank is not None and os.path.isfile(f"{folder}/{LOCK}") and not os.path.islink(folder):
+            found[rank] = folder
     return found
 
 

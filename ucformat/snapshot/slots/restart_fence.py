@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 import msgspec
 
 from ucformat.errors import SnapshotInUseError, StorageError, UcformatError
-from ucformat.formats.snapshot import LOCK, rank_name, record_name
+from ucformat.formats.snapshot import LOCK, rank_name, rank_of, record_name
 from ucformat.snapshot.slots.filelock import FileLock
 from ucformat.snapshot.slots.free_memory import PART
 from ucformat.snapshot.slots.slotfile import forget, read_record
@@ -23,7 +23,6 @@ from ucformat.storage.regular_file import open_regular
 
 FENCE = "restored.json"
 BESIDE_S = 5.0  # for other ranks that see to the same directory of a rank that is no more; each takes moments
-_RANK = re.compile(r"rank-(\d{5,})")
 _RECORD = re.compile(r"slot-(\d+)\.json")
 
 
@@ -72,8 +71,8 @@ def abandon(directory: str, rank: int, here: Collection[int], fence: Fence) -> l
     try:
         names = os.listdir(directory) if os.path.isdir(directory) else []
         for name in names:
-            match = _RANK.fullmatch(name)
-            if match and (name == rank_name(rank) or (rank == min(here) and int(match[1]) not in here)):
+            found = rank_of(f"{name}/")
+            if found is not None and (name == rank_name(rank) or (rank == min(here) and found not in here)):
                 gone += _abandon(f"{directory}/{name}", fence)
     except OSError as error:
         raise StorageError(directory, error) from error
