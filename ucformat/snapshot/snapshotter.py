@@ -236,7 +236,8 @@ class Snapshotter:
         """What happened so far."""
         if self._room is not None:
             self._room.hear()
-            self._report.restorable = self._report.restorable if self._room.restorable is None else self._room.restorable
+            if self._room.restorable is not None:
+                self._report.restorable = self._room.restorable
         return self._report
 
     def trace(self, path: str) -> None:

@@ -50,8 +50,6 @@ class Protector(threading.Thread):
         self._lock = threading.Lock()
         self._waiting: deque[int] = deque()
         """Steps that were ordered and not answered, ascending."""
-        self._early: deque[Protect] | None = deque()
-        """Orders for the first process, until it has been started."""
         self._since = 0.0
         self._orders = -1
         self._closing, self._started = threading.Event(), threading.Event()
@@ -63,11 +61,7 @@ class Protector(threading.Thread):
         with self._lock:
             self._waiting.append(step)
             self._since = time.monotonic() if len(self._waiting) == 1 else self._since
-            order = Protect(step, slot)
-            if self._early is not None:
-                self._early.append(order)
-                return
-            sent = self._orders >= 0 and send(self._orders, order)
+            sent = self._orders >= 0 and send(self._orders, Protect(step, slot))
         if not sent:
             self._answer(step, "the process that protects versions is not running")
 
@@ -78,8 +72,6 @@ class Protector(threading.Thread):
                 return False
             self._waiting.remove(step)
             self._since = time.monotonic()
-            if self._early is not None:
-                self._early = deque(order for order in self._early if order.step != step)
             if self._orders >= 0:
                 send(self._orders, Cancel(step))
             return True
@@ -180,11 +172,9 @@ class Protector(threading.Thread):
             os.close(orders)
             os.close(events)
         os.set_blocking(my_orders, False)
+        send(my_orders, Begin(self._options, os.getpid()))
         with self._lock:
             self._orders = my_orders
-            for order in (Begin(self._options, os.getpid()), *(self._early or ())):
-                send(my_orders, order)
-            self._early = None
         return process, my_events
 
     def _hangs(self) -> bool:
@@ -222,7 +212,6 @@ class Protector(threading.Thread):
 
     def _give_up(self, why: str) -> None:
         with self._lock:
-            self._early = None
             steps, self._waiting = list(self._waiting), deque()
         for step in steps:
             self._done(step, f"the process that protects versions ended: {why}")
