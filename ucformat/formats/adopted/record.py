@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from ucformat.storage.store import safe_path
 NAME = "adopted"
 FOLDER = "adopted"
 """What the folder of index and checksums is called, before a dot and a token."""
+HEAD_BYTES = 256  # of `ucf.json`, in which the word is that tells an adopted checkpoint
 _ALGORITHMS: tuple[Algorithm, ...] = ("xxh3-64", "crc32")
 _DTYPES = {"algorithm": "U8", "count": "U64", "start": "U64", "stop": "U64", "digest": "U64"}
 
@@ -83,13 +83,6 @@ def decode_record(data: bytes, file: str) -> AdoptedRecord:
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class CheckColumns:
-    """The checks of all sources, in their order."""
-
-    found: Sequence[Checks]
-
-
 def encode_checks(checks: Sequence[Checks]) -> bytes:
     """A safetensors file of columns: of each source its algorithm and count of ranges; of each range start, stop, digest."""
     columns: dict[str, NDArray[np.generic]] = {
@@ -105,7 +98,7 @@ def encode_checks(checks: Sequence[Checks]) -> bytes:
     return header + b"".join(columns[key].tobytes() for key in order)
 
 
-def decode_checks(data: NDArray[np.uint8], where: str, count: int) -> CheckColumns:
+def decode_checks(data: NDArray[np.uint8], where: str, count: int) -> tuple[Checks, ...]:
     """What `encode_checks` made, for so many sources. Raises FormatError."""
     header = header_of(where, data)
     held = {entry.name: entry for entry in header.entries}
@@ -130,4 +123,4 @@ def decode_checks(data: NDArray[np.uint8], where: str, count: int) -> CheckColum
             )
     except (KeyError, ValueError, IndexError, TypeError) as error:
         raise FormatError(where, f"malformed checksums: {error}", 0, len(data)) from error
-    return CheckColumns(found)
+    return tuple(found)

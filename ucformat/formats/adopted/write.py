@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,6 +20,7 @@ from ucformat.errors import ExistsError, FormatError, MissingFileError, Unsuppor
 from ucformat.formats.adopted.noting_store import NotingStore
 from ucformat.formats.adopted.record import (
     FOLDER,
+    HEAD_BYTES,
     AdoptedRecord,
     SourceRecord,
     decode_record,
@@ -106,7 +107,7 @@ def _refuse_others(store: Store) -> bytes | None:
         known = store.read(MANIFEST)
     except MissingFileError:
         return None
-    if not is_adopted(known[:256]):
+    if not is_adopted(known[:HEAD_BYTES]):
         raise ExistsError(store.url, "is a native checkpoint itself, which has an index", "")
     return known
 
@@ -203,12 +204,10 @@ def _checks(store: Store, catalog: Catalog, number: int, item: SourceRecord, *, 
     starts = np.arange(0, item.size, checksums.BLOCK_BYTES, dtype=np.int64)
     stops = np.minimum(starts + checksums.BLOCK_BYTES, item.size)
     with ThreadPoolExecutor(process.share()) as pool:
-        digests = [one for some in pool.map(lambda at: _digests(store, item, at), _steps(item.size)) for one in some]
+        digests = [
+            one for some in pool.map(lambda at: _digests(store, item, at), range(0, item.size, _READ_BYTES)) for one in some
+        ]
     return Checks("xxh3-64", starts, stops, np.array(digests, dtype=np.uint64))
-
-
-def _steps(size: int) -> Iterator[int]:
-    return iter(range(0, size, _READ_BYTES))
 
 
 def _digests(store: Store, item: SourceRecord, at: int) -> list[int]:

@@ -176,16 +176,23 @@ def _pack(column: NDArray[np.generic]) -> tuple[str, NDArray[np.generic]]:
 
 def read_index(store: Store, record: Record) -> Index:
     """Read and verify the index. Raises ChecksumError, FormatError, MissingFileError."""
-    path = record.index.file
-    where = f"{store.url}/{path}"
-    size = store.size(path)
-    if size != record.index.size:
-        raise FormatError(where, f"has {size} bytes, was committed with {record.index.size}", 0, size, "file.size")
+    data = read_recorded(store, record.index, "digest of the index", "index.digest")
+    return decode_index(data, f"{store.url}/{record.index.file}", record)
+
+
+def read_recorded(store: Store, item: FileRecord, what: str, clause: str) -> NDArray[np.uint8]:
+    """The bytes of a small file, verified. `what` is its digest in messages, `clause` of the specification asks for it.
+
+    Raises ChecksumError, FormatError, MissingFileError.
+    """
+    where, size = f"{store.url}/{item.file}", store.size(item.file)
+    if size != item.size:
+        raise FormatError(where, f"has {size} bytes, was committed with {item.size}", 0, size, "file.size")
     data = np.empty(size, dtype=np.uint8)
-    store.read_into(path, 0, data)
-    if hex_digest(data) != record.index.digest:
-        raise ChecksumError(where, 0, size, what="digest of the index", clause="index.digest")
-    return decode_index(data, where, record)
+    store.read_into(item.file, 0, data)
+    if hex_digest(data) != item.digest:
+        raise ChecksumError(where, 0, size, what=what, clause=clause)
+    return data
 
 
 def decode_index(data: NDArray[np.uint8], where: str, record: Record) -> Index:
