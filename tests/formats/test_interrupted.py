@@ -10,9 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count as count_from
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def clients(server: Server) -> Iterator[Clients]:
-    running = Clients(server)
-    yield running
-    running.close()
+def clients(server: Server) -> Clients:
+    return Clients(server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,25 +211,31 @@ def test_what_is_not_of_the_interrupted_conversion_is_never_touched(
             assert found == files
 
 
+def killed_once(clients: Clients, sources: Sources, base: str, to: str, left: Callable[[dict[str, bytes]], bool]) -> str:
+    """A place where a conversion was killed by the first write after which what is `left` there is as wanted."""
+    for number in count_from(1):
+        place = f"{base}/{number}"
+        assert clients.run(*args(sources.new, place, to), kill_after=number) == -signal.SIGKILL
+        if left(objects(place)):
+            return place
+    raise AssertionError
+
+
 def test_a_complete_checkpoint_is_not_replaced_by_another_conversion_whatever_was_interrupted(
     server: Server, clients: Clients, sources: Sources
 ) -> None:
     dst, to = f"{server.bucket}/complete", "hf"
     convert(sources.new, f"{dst}-whole", to)
     whole = objects(f"{dst}-whole")
-    number = 0
-    while True:  # killed with everything in place, before the marker is gone
-        number += 1
-        assert clients.run(*args(sources.new, f"{dst}/{number}", to), kill_after=number) == -signal.SIGKILL
-        if whole.items() <= objects(f"{dst}/{number}").items():
-            break
+    # killed with everything in place, before the marker is gone
+    place = killed_once(clients, sources, dst, to, lambda left: whole.items() <= left.items())
     with pytest.raises(ExistsError):
-        convert(sources.old, f"{dst}/{number}", to)
-    assert whole.items() <= objects(f"{dst}/{number}").items()
-    convert(sources.new, f"{dst}/{number}", to)
-    assert objects(f"{dst}/{number}") == whole
+        convert(sources.old, place, to)
+    assert whole.items() <= objects(place).items()
+    convert(sources.new, place, to)
+    assert objects(place) == whole
     with pytest.raises(ExistsError):
-        convert(sources.new, f"{dst}/{number}", to)
+        convert(sources.new, place, to)
 
 
 def test_prune_leaves_a_conversion_that_was_interrupted_while_it_came_into_its_place(
@@ -240,12 +245,7 @@ def test_prune_leaves_a_conversion_that_was_interrupted_while_it_came_into_its_p
     base, to = f"{server.bucket}/half-placed", "hf"
     convert(sources.new, f"{base}/whole", to)
     whole = objects(f"{base}/whole")
-    dst = ""
-    for number in range(3, 99):
-        dst = f"{base}/{number}"
-        assert clients.run(*args(sources.new, dst, to), kill_after=number) == -signal.SIGKILL
-        if whole.keys() & objects(dst).keys():
-            break
+    dst = killed_once(clients, sources, base, to, lambda left: bool(whole.keys() & left.keys()))
     left = objects(dst)
     assert not whole.items() <= left.items()
     ucformat.prune(dst)
